@@ -30,7 +30,7 @@ ONE_MEANING = {
     "place": "program/split.py",
     "use": "communication/streams.py proof/errors.py",
     "uses": "program/ops.py runtime/works.py",
-    "walk": "params/layout.py",
+    "walk": "",
     "keep": "program/ops.py runtime/visit.py",
     "carries": "program/measured.py runtime/block_call.py",
     "carried": "program/program.py proof/execution.py proof/computes.py runtime/slots.py",

@@ -136,7 +136,7 @@ def ahead(patch: pytest.MonkeyPatch, rank: int) -> None:
         return lists
 
     patch.setattr(pipelines, "with_messages", with_messages)
-    patch.setattr(deadlock, "_stuck", lambda pipeline: iter(()))
+    patch.setattr(deadlock, "_stuck", lambda rows: [])
 
 
 def synchronising(patch: pytest.MonkeyPatch, rank: int) -> None:

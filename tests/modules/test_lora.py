@@ -17,8 +17,8 @@ from benchmarks.counting import tensor_peak
 from models import llama
 from tests.harness.small import L, batch, loss, model, one_rank, param
 from yafsdp_fn.nn import linear
-from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.tree import named_leaves
+from yafsdp_fn.params.tree_layout import tree_layout
 
 TX = ya.optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16)

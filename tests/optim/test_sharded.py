@@ -18,11 +18,11 @@ from yafsdp_fn.api.sharding import init, unshard
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.optim.cutting import row_runs
 from yafsdp_fn.params.algebra import global_norm
-from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.leaf_mask import leaf_mask
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, without_markers
 from yafsdp_fn.params.sharded import Origin, handles, placed, trainable
 from yafsdp_fn.params.tree import Param
+from yafsdp_fn.params.tree_layout import tree_layout
 
 SHAPES = {
     "layers": Stacked({"a_norm": Param((3, 7)), "b": Unit({"w": Param((3, 5, 7))}), "w": Param((3, 7, 9))}),

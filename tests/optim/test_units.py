@@ -20,10 +20,10 @@ from yafsdp_fn.api.sharding import init
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.algebra import global_norm
-from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.markers import Pinned, Stacked, Unit, frozen
 from yafsdp_fn.params.sharded import Origin, placed, trainable
 from yafsdp_fn.params.tree import Param
+from yafsdp_fn.params.tree_layout import tree_layout
 
 SHAPES = {
     "layers": Stacked({"a_norm": Pinned(Param((5, 7))), "b": Unit({"w": Param((5, 3, 7))}), "w": Param((5, 7, 9))}),

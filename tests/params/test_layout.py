@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import yafsdp_fn as ya
 from tests.harness.small import param
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group, tree_layout
+from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.util.mesh_axes import ALIGN, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 7), max_size=3).map(tuple), min_size=1, max_size=6)

@@ -16,7 +16,7 @@ from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import assert_equal, one_rank
 from tests.steps.test_leaf_dtypes import BF16, F32, F64, LAYERS, TX, loss, tree
 from yafsdp_fn.checkpoint.io import load, save
-from yafsdp_fn.params.layout import tree_layout
+from yafsdp_fn.params.tree_layout import tree_layout
 
 HALF = ya.Precision(compute=BF16)
 

@@ -19,8 +19,8 @@ from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES, Batch, Params, base_loss, base_params, layer
 from tests.harness.small import assert_equal, one_rank, param
 from tests.steps.test_collectives import counted
-from yafsdp_fn.params.layout import tree_layout
 from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.tree_layout import tree_layout
 
 Pools = dict[int, Pool]
 KINDS = (ya.schedules.Gather, ya.schedules.Reduce)

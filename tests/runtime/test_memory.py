@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
 from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param, slot_bytes
-from yafsdp_fn.params.layout import tree_layout
+from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.slots import Slots
 

@@ -32,7 +32,7 @@ from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, looped
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import Batch, E, V, masked_loss
-from yafsdp_fn.params.layout import tree_layout
+from yafsdp_fn.params.tree_layout import tree_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
 X = 4

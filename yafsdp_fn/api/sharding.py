@@ -22,7 +22,7 @@ from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
-from yafsdp_fn.params.layout import Group, TreeLayout, tree_layout
+from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import (
@@ -34,6 +34,7 @@ from yafsdp_fn.params.sharded import (
 )
 from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shard, whole_leaves, whole_tree
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, no_leaf, shape_of
+from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import StateMemory

@@ -59,10 +59,9 @@ class ShardSlice:
         group = self.group
         found: dict[tuple[int, ...], Tensor] = {}
         if self.entry.stacked(group):
-            rows = enumerate(group.counted if saved else range(len(group.here)))
-            for _, run in itertools.groupby(rows, lambda each: group.here[each[1]] - each[0]):
-                own = [row for _, row in run]
-                found[group.here[own[0]], self.start] = self.shard.narrow(0, own[0], len(own))
+            for rows in self._runs(group.counted if saved else range(len(group.here))):
+                first = rows[0]
+                found[group.here[first], self.start] = self.shard.narrow(0, first, len(rows))
         elif group.counted or not saved:
             found[(self.start,)] = self.shard
         if not group.axes:
@@ -70,6 +69,17 @@ class ShardSlice:
         subgroups = self.ranks.subgroups(across=group.over)
         part = next(number for number, members in enumerate(subgroups) if self.ranks.rank in members)
         return {(part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
+
+    def _runs(self, rows: Iterable[int]) -> list[list[int]]:
+        """Returns rows in runs whose layers follow each other."""
+        layer = self.group.here
+        runs: list[list[int]] = []
+        for row in rows:
+            if runs and layer[row] == layer[runs[-1][-1]] + 1:
+                runs[-1].append(row)
+            else:
+                runs.append([row])
+        return runs
 
 
 Content = ShardSlice | Tensor
@@ -105,17 +115,7 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
                 out[key] = ShardSlice(shard, node.entry, group, node.owner.comms)
-                leaves = dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True))
-                layers = node.entry.length if node.entry.stacked(group) else None
-                dtype = str(shard.dtype) if group.encodes is None else group.encodes.format.name
-                described[key] = {"dtype": dtype, "layers": layers, "leaves": leaves}
-                if group.axes:  # as JSON has it
-                    cuts = [
-                        {name: list(cut) if isinstance(cut, tuple) else cut for name, cut in s} for s in group.splits
-                    ]
-                    described[key] |= {"axes": dict(group.axes), "splits": cuts}
-                if group.layout.align != ALIGN:
-                    described[key]["align"] = group.layout.align
+                described[key] = _described(node.entry, group, shard)
         elif isinstance(node, Tensor):
             out[path] = node
             described[path] = {"dtype": str(node.dtype), "shape": list(node.shape)}
@@ -124,10 +124,26 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
     return out, described
 
 
+def _described(entry: Entry, group: Group, shard: Tensor) -> Description:
+    """Returns the description of a group's leaves."""
+    found: Description = {
+        "dtype": str(shard.dtype) if group.encodes is None else group.encodes.format.name,
+        "layers": entry.length if entry.stacked(group) else None,
+        "leaves": dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True)),
+    }
+    if group.axes:
+        found["axes"] = dict(group.axes)
+        found["splits"] = json.loads(json.dumps([dict(split) for split in group.splits]))  # lists for tuples
+    if group.layout.align != ALIGN:
+        found["align"] = group.layout.align
+    return found
+
+
 def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
     """Returns the shape in which a group is saved: [L, N], [N], or with the parts in front, if it is split."""
     parts = (math.prod(size for _, size in group.axes),) if group.axes else ()
-    return *parts, *(() if layers is None else (layers,)), group.layout.numel
+    of_layers = () if layers is None else (layers,)
+    return *parts, *of_layers, group.layout.numel
 
 
 class SavedLeaf(NamedTuple):
@@ -171,17 +187,18 @@ class Recut(NamedTuple):
 
     def _whole(self, read: Read, leaf: SavedLeaf, layer: int | None) -> Tensor:
         layout = leaf.group.layout
-        row = () if leaf.layers is None else (layer or 0,)
-        places: list[tuple[int, ...]] = [(*row, layout.offsets[leaf.number])]
+        number = leaf.number
+        place = [layout.offsets[number]] if leaf.layers is None else [layer or 0, layout.offsets[number]]
+        places = [tuple(place)]
         if leaf.group.axes:
-            places = [(part, *places[0]) for part in range(self.shapes[leaf.key][0])]
+            places = [(part, *place) for part in range(self.shapes[leaf.key][0])]
         pieces = []
-        for place in places:
-            piece = self.slice.shard.new_empty(*[1] * (len(place) - 1), layout.sizes[leaf.number])
-            read(leaf.key, piece, place)
-            pieces.append(piece.view(layout.shapes[leaf.number]))
-        found = leaf.group.joined(leaf.number, pieces)
-        return found if row or layer is None else found[layer]  # of a pinned one, which has all layers
+        for at in places:
+            piece = self.slice.shard.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
+            read(leaf.key, piece, at)
+            pieces.append(piece.view(layout.shapes[number]))
+        found = leaf.group.joined(number, pieces)
+        return found if leaf.layers is not None or layer is None else found[layer]  # of a pinned one: it has all layers
 
 
 def recuts(
@@ -197,7 +214,7 @@ def recuts(
         leaves = []
         try:
             for name in wanted[key]["leaves"]:
-                at = there[handle_of(key), name][0]
+                at, _ = there[handle_of(key), name]
                 group = _group_of(saved[at], tensor.group)
                 leaves.append(SavedLeaf(at, group, saved[at].get("layers"), group.layout.names.index(name)))
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
@@ -270,9 +287,10 @@ def check(saved: dict[str, Description], wanted: dict[str, Description], where: 
         raise CheckpointError(text + ANOTHER_OPTIMIZER * all(key.startswith("opt_state") for key in left.values()))
 
 
-def _some(keys: Iterable[str], most: int = 6) -> str:
+def _some(keys: Iterable[str]) -> str:
     names = sorted(keys)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
+    return ", ".join(names[:6]) + more
 
 
 # ---- `manifest.json`: all of a checkpoint but its tensors. It is untrusted: types are checked.

@@ -112,10 +112,10 @@ def prepare(
     if content.deeper_than(content.DEEPEST - 1, json.loads(text)):  # the manifest is one level more
         raise TypeError(f"extra: it is nested deeper than {content.DEEPEST - 1} levels")
     must_be_one("checkpoint.save", handles(state.params))
-    state.memory.comms.must_agree("what to save", {"step": str(state.step), "extra": text})
+    comms = state.memory.comms
+    comms.must_agree("what to save", {"step": str(state.step), "extra": text})
     tensors, described = _contents(state, params_only=False)
     program = None if state.program is None else state.program.to_json()
-    comms = state.memory.comms
     here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
     found: dict[str, Tensor] = {}
@@ -223,8 +223,7 @@ def _warn_of_other_circumstances(saved: Mapping[str, str], comms: Ranks, where: 
     here = circumstances(comms)
     differ = [name for name in {**here, **saved} if saved.get(name) != here.get(name)]
     if differ:
-        there = {name: saved.get(name) for name in differ}
-        now = {name: here.get(name) for name in differ}
+        there, now = ({name: facts.get(name) for name in differ} for facts in (saved, here))
         text = f"{where} was saved with {there}, here it is {now}: bits will not be those of the unbroken run"
         warnings.warn(text, stacklevel=4)
 

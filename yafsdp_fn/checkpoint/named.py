@@ -166,8 +166,9 @@ def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks)
         try:
             dcp_save(mine, storage_writer=writer, process_group=ranks.group, no_dist=ranks.group is None)
         except CheckpointException as error:  # on every rank, where one has failed
-            found = {ranks.members[at]: cause for at, (cause, _) in error.failures.items()}
-            causes = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, cause in found.items())
+            causes = []
+            for at, (cause, _) in error.failures.items():
+                causes.append(f"rank {ranks.members[at]}: {type(cause).__name__}: {cause}")
             raise CheckpointError(f"{what} failed: {'; '.join(causes)}") from error
         ranks.first(publish, what)
 

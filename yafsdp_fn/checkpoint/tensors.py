@@ -132,9 +132,8 @@ def _part(path: Path, name: str, about: Any) -> TensorPart:
     match = _NAME.fullmatch(name)
     dtype = about.get_dtype()
     sizes = tuple(about.get_shape())
-    offsets: tuple[int, ...] = ()
-    if match is not None and match[2]:
-        offsets = tuple(map(int, match[2].split(",")))
+    numbers = match[2].split(",") if match is not None and match[2] else []
+    offsets = tuple(map(int, numbers))
     if match is None or dtype not in DTYPES or len(offsets) != len(sizes):
         raise CheckpointError(
             f"{path}: {name!r:.200} ({dtype} {sizes}): expected the key and the offsets of a part, of a dtype among "

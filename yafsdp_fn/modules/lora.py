@@ -20,12 +20,13 @@ from torch import Tensor
 from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.nn.low_rank import LowRank, is_low_rank
 from yafsdp_fn.params.initializers import uniform, zeros
-from yafsdp_fn.params.layout import cut_of, push_frozen, tree_layout
+from yafsdp_fn.params.layout import cut_of
 from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.markers import Frozen, Unit, is_marker, without_markers
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join
+from yafsdp_fn.params.tree_layout import push_frozen, tree_layout
 from yafsdp_fn.util.foreign_names import with_hints
 
 STORED = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int8)

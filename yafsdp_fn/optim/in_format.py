@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.communication import formats
-from yafsdp_fn.communication.formats import Format, check_format, passed
+from yafsdp_fn.communication.formats import WHOLE, Format, check_format, passed
 from yafsdp_fn.optim.base import (
     Around,
     Chain,
@@ -29,10 +29,11 @@ from yafsdp_fn.optim.base import (
 )
 from yafsdp_fn.optim.partition import Decay, Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm, Scale
-from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.layout import Encodes, FlatLayout, Group, check_blocks, cut_of
 from yafsdp_fn.params.markers import Pinned
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, in_stack
+from yafsdp_fn.util.mesh_axes import round_up
 
 # ---- The transformation.
 
@@ -108,11 +109,34 @@ def block_of(tx: Any) -> int:
 # ---- What is kept of parameters: handles, or floating-point leaves of a plain tree.
 
 
+def group_of_bytes(group: Group, format: Format, dtype: torch.dtype) -> Group:
+    """Returns the group of the bytes of `group`, in `dtype`, in a format: a leaf's last axis is of bytes, or its only
+    one, where rows are no whole blocks. Raises ValueError where blocks would be cut."""
+    if group.layout.align % format.block:
+        raise ValueError(
+            f"{group.name or 'params'}: shards are cut at multiples of {group.layout.align} elements, which are no "
+            f"blocks of {format.name}; give the optimizer to ya.init or ya.shard, which cut them between blocks"
+        )
+    shapes = []
+    for number, (path, shape) in enumerate(zip(group.layout.names, group.layout.shapes, strict=True)):
+        for axis in group.over:
+            dim, parts = cut_of(group.splits[number], axis)
+            run = shape[-1] // parts if dim == -1 else shape[-1]
+            check_blocks(path, axis, run, (format,))
+        whole_rows = shape and shape[-1] % format.block == 0
+        *rows, last = shape if whole_rows else (math.prod(shape),)
+        shapes.append((*rows, format.nbytes(round_up(last, format.block))))
+    layout = FlatLayout(group.layout.names, tuple(shapes), format.nbytes(group.layout.align))
+    splits = group.splits if group.axes else ()
+    encodes = Encodes(format, group, dtype)
+    return dataclasses.replace(group, layout=layout, splits=splits, wire=WHOLE, encodes=encodes)
+
+
 def encoded(format: Format, handle: Sharded) -> Sharded:
     """Returns a handle on the bytes of the leaves of `handle`."""
 
     def of_group(group: Group, leaf: Tensor) -> tuple[Group, Tensor]:
-        of_bytes = group.encoded(format, leaf.dtype)
+        of_bytes = group_of_bytes(group, format, leaf.dtype)
         out = leaf.new_empty(*leaf.shape[:-1], format.nbytes(leaf.shape[-1]), dtype=torch.uint8)
         formats.encode(format, leaf.contiguous(), out)
         return of_bytes, out

@@ -64,7 +64,8 @@ class Leafwise:
 
     def cut(self, path: str, param: Param) -> tuple[int, int] | None:
         """Returns the blocks of a leaf. Raises ValueError, naming it, if it does not have them."""
-        blocks, shape = self.blocks(path, param), param.shape
+        shape = param.shape
+        blocks = self.blocks(path, param)
         if blocks is None:
             return None
         dim, count = blocks
@@ -121,11 +122,14 @@ def leafwise(rule: Leafwise) -> GradientTransformation:
 
     def update(updates: Tree, state: LeafwiseState, params: Tree | None = None) -> tuple[Tree, State]:
         accessors, nodes, spec = optree.tree_flatten_with_accessor(updates, is_leaf=is_sharded)
-        weights = [None] * len(nodes) if params is None or not rule.params else spec.flatten_up_to(params)
+        states: Any = spec.flatten_up_to(state.of)
+        weights: list[Any] = [None] * len(nodes)
+        if params is not None and rule.params:
+            weights = spec.flatten_up_to(params)
         plans = plan(rule, handles(updates))
-        new, after = [], []
-        columns: Any = zip(accessors, nodes, spec.flatten_up_to(state.of), weights, strict=True)
-        for at, node, kept, weight in columns:
+        new: list[Any] = []
+        after: list[Any] = []
+        for at, node, kept, weight in zip(accessors, nodes, states, weights, strict=True):
             if isinstance(node, Sharded):
                 found: tuple[Any, Any] = _update_handle(plans, rule, node, kept, weight)
             else:
@@ -145,13 +149,14 @@ def _by_layer(at: optree.PyTreeAccessor, work: Callable[..., Tree], *trees: Tree
     if not in_stack(at):
         return work(*trees)
     layers = range(len(trees[0]))
-    return stacked([work(*[optree.tree_map(itemgetter(i), tree) for tree in trees]) for i in layers])
+    return stacked([work(*[optree.tree_map(itemgetter(layer), tree) for tree in trees]) for layer in layers])
 
 
 def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
     if isinstance(node, Sharded):
         return state_of(rule, node)
-    path, param = dotted(at), plain_param(at, node)
+    path = dotted(at)
+    param = plain_param(at, node)
     if not rule.where(path, param):
         return EmptyState()
     cut = rule.cut(path, param)
@@ -159,7 +164,8 @@ def _init(rule: Leafwise, at: optree.PyTreeAccessor, node: Any) -> Any:
 
 
 def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, params: Any) -> tuple[Tensor, Any]:
-    path, param = dotted(at), plain_param(at, node)
+    path = dotted(at)
+    param = plain_param(at, node)
     if not rule.where(path, param):
         return node, state
     cut = rule.cut(path, param)
@@ -182,79 +188,89 @@ class GroupPlan(NamedTuple):
 
     leaves: of a unit of `group`, those that travel; owners: of these, by unit
     of_states: the group of their states, which are not split: [L, ...] for a pinned group, as its leaves are
-    states, specs: for each leaf: the layout of its state there, and its structure
+    states: the leaves of a unit of these; own, specs: of each leaf, the numbers of its state's leaves among them, and
+        the structure of its state
     """
 
     group: Group
     leaves: list[Leaf]
     owners: dict[int, list[int]]
     of_states: Group
-    states: list[list[Leaf]]
+    states: list[Leaf]
+    own: list[list[int]]
     specs: list[optree.PyTreeSpec]
 
 
 def _leaves_of(group: Group) -> list[Leaf]:
     """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
     found = []
-    layout, parts = group.layout, math.prod(size for _, size in group.axes)
-    found_in = zip(layout.names, group.whole.shapes, layout.offsets, strict=True)
-    for position, (path, shape, offset) in enumerate(found_in):
+    layout = group.layout
+    parts = math.prod(size for _, size in group.axes)
+    for position, (path, shape) in enumerate(zip(layout.names, group.whole.shapes, strict=True)):
+        offset = layout.offsets[position]
         if not group.pinned:
             found.append(Leaf(path, offset, shape, position, parts))
             continue
         size = math.prod(shape[1:]) // parts
-        found += [Leaf(f"{path}[{i}]", offset + i * size, shape[1:], position, parts) for i in range(shape[0])]
+        for layer in range(shape[0]):
+            found.append(Leaf(f"{path}[{layer}]", offset + layer * size, shape[1:], position, parts))
     return found
 
 
 def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     """Returns the plan of each group, by name, for all handles of a tree: owners are balanced over all of it."""
-    chosen: dict[str, tuple[Group, list[Leaf]]] = {}
+    chosen: list[tuple[Group, list[Leaf]]] = []
     units = []
     for handle in handles:
         for _, group, shard in handle.group_leaves():
-            params = handle.entry.params(group)
-            leaves = []
-            for leaf in _leaves_of(group):
-                path, param = group.layout.names[leaf.position], params[leaf.position]
-                if rule.where(path, param):
-                    leaves.append(_worked_on(leaf, rule.cut(path, param)))
-            chosen[group.name] = group, leaves
+            leaves = _chosen(rule, group, handle.entry.params(group))
+            chosen.append((group, leaves))
             subgroups = handle.owner.comms.subgroups(across=group.over)
             units += [(unit, shard.shape[-1], leaves, subgroups) for unit in group.held]
     ranks = handles[0].owner.comms.ranks if handles else 1
     owners = assign(sorted(units, key=itemgetter(0)), ranks)
-    return {name: _of_group(rule, group, leaves, owners) for name, (group, leaves) in chosen.items()}
+    return {group.name: _of_group(rule, group, leaves, owners) for group, leaves in chosen}
 
 
-def _worked_on(leaf: Leaf, blocks: tuple[int, int] | None) -> Leaf:
-    return leaf._replace(shape=tuple(in_blocks(torch.empty(leaf.shape, device="meta"), blocks).shape), blocks=blocks)
+def _chosen(rule: Leafwise, group: Group, params: Sequence[Param]) -> list[Leaf]:
+    """Returns the leaves of a unit that travel, in the shapes in which they are worked on."""
+    found = []
+    for leaf in _leaves_of(group):
+        path = group.layout.names[leaf.position]
+        param = params[leaf.position]
+        if rule.where(path, param):
+            blocks = rule.cut(path, param)
+            shape = in_blocks(torch.empty(leaf.shape, device="meta"), blocks).shape
+            found.append(leaf._replace(shape=tuple(shape), blocks=blocks))
+    return found
 
 
 def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[int, list[int]]) -> GroupPlan:
-    shapes = {leaf.position: leaf.shape for leaf in leaves}
-    states = {position: rule.inner.init(torch.zeros(shape)) for position, shape in shapes.items()}
+    states = {leaf.position: leaf.shape for leaf in leaves}
+    of_position = {position: rule.inner.init(torch.zeros(shape)) for position, shape in states.items()}
+    # the states of all leaves as those of a unit, with an axis of layers where the unit has them all
     layers = group.layout.shapes[0][:1] if group.pinned else ()
-    names, whole, of = [], [], []
-    for position, state in states.items():
+    names: list[str] = []
+    shapes: list[tuple[int, ...]] = []
+    numbers: dict[int, range] = {}  # position -> its leaves among these
+    for position, state in of_position.items():
+        first = len(names)
         for path, value in named_leaves(state):
             names.append(join(group.layout.names[position], path))
-            whole.append((*layers, *value.shape))
-            of.append(position)
-    of_states = dataclasses.replace(group, layout=FlatLayout(tuple(names), tuple(whole)), splits=(), axes=())
-    # by the leaf that they belong to: its state's leaves, by layer where the unit has them all
-    by_layer: dict[int, list[tuple[Leaf, ...]]] = {position: [] for position in states}
-    for number, each in itertools.groupby(_leaves_of(of_states), key=lambda leaf: leaf.position):
-        by_layer[of[number]].append(tuple(each))
-    layer_by_layer = {position: zip(*each, strict=True) for position, each in by_layer.items()}
-    of_leaves = [list(next(layer_by_layer[leaf.position], ())) for leaf in leaves]
-    specs = [optree.tree_structure(states[leaf.position]) for leaf in leaves]
-    return GroupPlan(group, leaves, {unit: owners[unit] for unit in group.held}, of_states, of_leaves, specs)
+            shapes.append((*layers, *value.shape))
+        numbers[position] = range(first, len(names))
+    of_states = dataclasses.replace(group, layout=FlatLayout(tuple(names), tuple(shapes)), splits=(), axes=())
+    # a leaf has those of its own layer: of each leaf of a unit they lie layer by layer, as the leaves themselves
+    count = math.prod(layers)
+    own = [[of * count + at % count for of in numbers[leaf.position]] for at, leaf in enumerate(leaves)]
+    specs = [optree.tree_structure(of_position[leaf.position]) for leaf in leaves]
+    here = {unit: owners[unit] for unit in group.held}
+    return GroupPlan(group, leaves, here, of_states, _leaves_of(of_states), own, specs)
 
 
 def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
     """Returns a handle on this rank's shards of the states of all leaves, a tree of states in place of leaves."""
-    rank, ranks = handle.owner.comms.rank, handle.owner.comms.ranks
+    comms = handle.owner.comms
     plans = plan(rule, [handle])
     trees: list[Any] = [EmptyState()] * handle.entry.leaf_count
     layouts: dict[int, FlatLayout] = {}
@@ -270,19 +286,22 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
             continue
         _check_dtypes(rule, group, values)
         layouts[number] = layout = of_group.of_states.layout
-        whole = values[0].new_zeros(layout.padded_numel(ranks))
+        whole = values[0].new_zeros(layout.padded_numel(comms.ranks))
         for view, value in zip(layout.split(whole), values, strict=True):
             view.copy_(value)  # to all layers, where it has them
-        row = whole.view(ranks, -1)[rank]
+        row = whole.view(comms.ranks, -1)[comms.rank]
         shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
-    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
-    numbers = handle.entry.spec.flatten_up_to(optree.tree_unflatten(spec, range(spec.num_leaves)))  # in a leaf's place
+    # the leaves of a state are in the place of its leaf
+    sizes = [optree.tree_structure(tree).num_leaves for tree in trees]
+    ends = list(itertools.accumulate(sizes))
     groups = []
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
+        own: list[int] = []
+        for leaf in group.leaves:
+            own += range(ends[leaf] - sizes[leaf], ends[leaf])
         layout = layouts.get(number, FlatLayout((), ()))
-        own: Any = [numbers[leaf] for leaf in group.leaves if number in layouts]
-        leaves = tuple(optree.tree_leaves(own))
-        groups.append(dataclasses.replace(group, layout=layout, leaves=leaves, splits=(), axes=()))
+        groups.append(dataclasses.replace(group, layout=layout, leaves=tuple(own), splits=(), axes=()))
+    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
     context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)
     return Sharded(tuple(shards), context)
@@ -326,30 +345,38 @@ def at_owners(
     updates = LeafExchange(of.leaves, owners, row.to(rule.dtype(row.device) or row.dtype), ranks, of.group)
     states = weights = None
     if state is not None:
-        of_states = [owner for owner, leaves in zip(owners, of.states, strict=True) for _ in leaves]
-        states = LeafExchange([leaf for leaves in of.states for leaf in leaves], of_states, state, ranks, of.of_states)
+        owner_of = {number: owner for owner, own in zip(owners, of.own, strict=True) for number in own}
+        of_states = [owner_of[number] for number in range(len(of.states))]
+        states = LeafExchange(of.states, of_states, state, ranks, of.of_states)
     if params is not None:
         weights = LeafExchange(of.leaves, owners, params, ranks, of.group)
     yield [part.lend() for part in (updates, states, weights) if part is not None]
     yield _worked(rule, of, updates, states, weights)
-    kept = None if states is None or state is None else states.write(state.clone())
-    return updates.write(row.clone(), [rule.scale(leaf.shape) for leaf in of.leaves]), kept
+    kept = None
+    if states is not None and state is not None:
+        kept = states.write(state.clone())
+    scales = [rule.scale(leaf.shape) for leaf in of.leaves]
+    return updates.write(row.clone(), scales), kept
 
 
 def _worked(
     rule: Leafwise, of: GroupPlan, updates: LeafExchange, states: LeafExchange | None, weights: LeafExchange | None
 ) -> list[Messages]:
     """Updates the leaves that this rank owns; returns the messages back to shards. Whole leaves end with it."""
-    whole_states, whole_weights = ({} if part is None else part.whole() for part in (states, weights))
+    whole_states = {} if states is None else states.whole()
+    whole_weights = {} if weights is None else weights.whole()
     new: dict[int, Tensor] = {}
     after: dict[int, Tensor] = {}
-    ends = list(itertools.accumulate(map(len, of.states)))
-    for i, leaf in updates.whole().items():
-        numbers = range(ends[i] - len(of.states[i]), ends[i])
-        state = optree.tree_unflatten(of.specs[i], [whole_states[number] for number in numbers])
-        new[i], changed = checked_update(rule.inner, leaf, state, whole_weights.get(i))
-        after.update(zip(numbers, of.specs[i].flatten_up_to(changed), strict=True))  # type: ignore[arg-type]
-    return [updates.give_back(new), *([] if states is None else [states.give_back(after)])]
+    for number, leaf in updates.whole().items():
+        own = of.own[number]
+        spec = of.specs[number]
+        state = optree.tree_unflatten(spec, [whole_states[each] for each in own])
+        new[number], changed = checked_update(rule.inner, leaf, state, whole_weights.get(number))
+        after.update(zip(own, spec.flatten_up_to(changed), strict=True))  # type: ignore[arg-type]
+    messages = [updates.give_back(new)]
+    if states is not None:
+        messages.append(states.give_back(after))
+    return messages
 
 
 def exchanged(parts: Generator[list[Messages], None, Result], ranks: Ranks) -> Result:
@@ -368,10 +395,10 @@ def _update_handle(
 ) -> tuple[Sharded, Sharded]:
     """Updates all units of a handle, one after the other; steps do the same in parts, overlapped."""
     ranks = updates.owner.comms
-    written: Any = updates, state
-    written = optree.tree_map(torch.clone, written)
-    new, after = written
-    given, states, weights, new_rows, new_states = map(_by_unit, (updates, state, params, new, after))
+    new: Any = optree.tree_map(torch.clone, updates)  # type: ignore[arg-type]
+    after: Any = optree.tree_map(torch.clone, state)  # type: ignore[arg-type]
+    given, states, new_rows, new_states = map(_by_unit, (updates, state, new, after))
+    weights = {} if params is None else _by_unit(params)
     for _, group, _ in updates.group_leaves():
         for unit in group.held:
             work = at_owners(rule, plans[group.name], unit, ranks, given[unit], states.get(unit), weights.get(unit))
@@ -382,9 +409,9 @@ def _update_handle(
     return new, after
 
 
-def _by_unit(handle: Sharded | None) -> dict[int, Any]:
+def _by_unit(handle: Sharded) -> dict[int, Tensor]:
     """Returns the rows of a handle by unit."""
-    found: dict[int, Any] = {}
-    for _, group, shard in [] if handle is None else handle.group_leaves():
+    found: dict[int, Tensor] = {}
+    for _, group, shard in handle.group_leaves():
         found.update(zip(group.held, rows(group, shard), strict=True))
     return found

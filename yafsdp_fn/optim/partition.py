@@ -21,9 +21,9 @@ from yafsdp_fn.optim.base import (
 )
 from yafsdp_fn.optim.leafwise import Leafwise, leafwise
 from yafsdp_fn.optim.on_host import on_host
-from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask, must_be_rule, plain_param
+from yafsdp_fn.params.leaf_mask import LeafRule, leaf_mask, must_be_rule, restricted
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Param, Tree, dotted
+from yafsdp_fn.params.tree import Param, Tree
 
 # ---- Transformations of some leaves only, chosen by a rule `(path, per-layer Param) -> bool`.
 
@@ -169,24 +169,6 @@ def _restricted_to(tx: GradientTransformation, rule: LeafRule) -> GradientTransf
     return tx
 
 
-def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
-    """Returns the part of `tree` that `rule` chooses: other plain leaves are None, and groups of a sharded tree without
-    a chosen leaf are left out. zeros: other leaves of a remaining group are zero"""
-
-    def select(at: optree.PyTreeAccessor, node: Any) -> Any:
-        if not isinstance(node, Sharded):
-            return node if rule(dotted(at), plain_param(at, node)) else None
-        passes = {number: by_leaf(rule, node.entry, group) for number, group, _ in node.group_leaves()}
-        own = node.of(number for number, passed in passes.items() if any(passed))
-        if not zeros or all(all(passes[number]) for number, _, _ in own.group_leaves()):
-            return own
-        masks = leaf_mask(rule, own).leaves
-        leaves = tuple(torch.where(mask, leaf, 0) for mask, leaf in zip(masks, own.leaves, strict=True))
-        return Sharded(leaves, own.context)
-
-    return optree.tree_map_with_accessor(select, tree, is_leaf=is_sharded)
-
-
 def merged(tree: Tree, part: Tree, rule: LeafRule) -> Tree:
     """Returns `tree` with the leaves that `rule` chooses from `part`, which is `restricted` to them."""
 
@@ -198,6 +180,4 @@ def merged(tree: Tree, part: Tree, rule: LeafRule) -> Tree:
             leaves[number] = torch.where(chosen, leaf, leaves[number])
         return Sharded(tuple(leaves.values()), node.context)
 
-    spec = optree.tree_structure(tree, is_leaf=is_sharded)
-    pairs = zip(spec.flatten_up_to(tree), spec.flatten_up_to(part), strict=True)
-    return optree.tree_unflatten(spec, [put(node, own) for node, own in pairs])
+    return optree.tree_map(put, tree, part, is_leaf=is_sharded)

@@ -1,4 +1,4 @@
-"""Flat layouts: the leaves of each unit of a marked tree, and their positions in the unit's flat vector."""
+"""Flat layouts: the leaves of each unit, and their positions in the unit's flat vector. `tree_layout` makes them."""
 
 import dataclasses
 import itertools
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from yafsdp_fn.communication.formats import WHOLE, Format, Wire
 from yafsdp_fn.communication.ranks import Axis, Ranks
-from yafsdp_fn.params.markers import Frozen, Marker, Pinned, Stacked, Unit, has_marker, is_marker, without_markers
-from yafsdp_fn.params.tree import LayerParam, LeafSplit, Param, Tree, dotted, join, no_leaf, shape_of
+from yafsdp_fn.params.tree import LayerParam, LeafSplit, Param, Tree
 from yafsdp_fn.util.mesh_axes import ALIGN, INSIDE, padded_numel, round_up
 
 # ---- Flat layouts: the position of every leaf of a parameter tree in its unit's flat vector.
@@ -37,6 +36,16 @@ def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
     """Returns the dimension that axis `name` cuts, and the blocks that it has there."""
     found = dict(split)[name]
     return (found, 1) if isinstance(found, int) else found
+
+
+def check_blocks(path: str, axis: str, run: int, formats: Sequence[Format | None]) -> None:
+    """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
+    for format in formats:
+        if format is not None and run % format.block:
+            raise ValueError(
+                f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
+                f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
+            )
 
 
 class LeafPiece(NamedTuple):
@@ -92,16 +101,16 @@ class FlatLayout:
     def gaps(self, flat: Tensor) -> list[Tensor]:
         """Returns views of the elements of a flat vector that belong to no leaf."""
         starts = (*self.offsets[1:], flat.numel())
-        ends = [offset + size for offset, size in zip(self.offsets, self.sizes, strict=True)]
+        ends = map(sum, zip(self.offsets, self.sizes, strict=True))
         return [flat[end:start] for end, start in zip(ends, starts, strict=True) if end < start]
 
     def pieces(self, start: int, stop: int) -> Iterator[LeafPiece]:
         """Yields the parts of leaves in the slice `[start, stop)` of the flat vector."""
-        for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
-            a = max(offset, start)
-            b = min(offset + size, stop)
-            if a < b:
-                yield LeafPiece(index, a - start, b - start, a - offset)
+        for number, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
+            first = max(offset, start)
+            last = min(offset + size, stop)
+            if first < last:
+                yield LeafPiece(number, first - start, last - start, first - offset)
 
 
 # ---- The units of one layout, and where they are.
@@ -175,7 +184,7 @@ class Group:
         """Returns the same group on a mesh with these axes inside blocks. Raises ValueError if a leaf cannot be split
         over them."""
         # does the mesh have the axes?
-        names = [name for name, _ in self.splits[0]] if self.splits else []
+        names = list(dict(self.splits[0])) if self.splits else []
         unknown = [name for name in names if name not in (*INSIDE, *axes)]
         if axes and unknown:
             raise ValueError(
@@ -199,18 +208,9 @@ class Group:
             for name, _ in here:
                 dim, blocks = cut_of(split, name)
                 behind = math.prod(shape[len(shape) + dim + 1 :])
-                self._check_blocks(path, name, shape[dim] // blocks * behind, self.wire)
+                check_blocks(path, name, shape[dim] // blocks * behind, self.wire)
             shapes.append(tuple(shape))
         return dataclasses.replace(self, layout=dataclasses.replace(self.layout, shapes=tuple(shapes)), axes=here)
-
-    def _check_blocks(self, path: str, axis: str, run: int, formats: Sequence[Format | None]) -> None:
-        """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
-        for format in formats:
-            if format is not None and run % format.block:
-                raise ValueError(
-                    f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "
-                    f"{format.block}: they would be others at another number of ranks; take a block that divides {run}"
-                )
 
     def shard_numel(self, ranks: Ranks) -> int:
         """Returns the elements of a unit that each of the `ranks` of a copy has."""
@@ -227,7 +227,7 @@ class Group:
 
     def cut(self, number: int, leaf: Tensor) -> list[Tensor]:
         """Returns the parts of leaf `number`, whole, in the order of `axes`: views, unless it has blocks."""
-        every = itertools.product(*(range(size) for _, size in self.axes))
+        every = itertools.product(*map(range, dict(self.axes).values()))
         return [self._slice(number, leaf, coordinates) for coordinates in every]
 
     def _slice(self, number: int, leaf: Tensor, coordinates: Sequence[int]) -> Tensor:
@@ -257,29 +257,6 @@ class Group:
             beside = [pieces[k : k + size] for k in range(0, len(pieces), size)]
             pieces = [torch.cat(group, dim).flatten(dim - 1, dim) for group in beside]
         return pieces[0]
-
-    # ---- in a format
-
-    def encoded(self, format: Format, dtype: torch.dtype) -> "Group":
-        """Returns the group of the bytes of this one, in `dtype`, in a format: a leaf's last axis is of bytes, or its
-        only one, where rows are no whole blocks. Raises ValueError where blocks would be cut."""
-        if self.layout.align % format.block:
-            raise ValueError(
-                f"{self.name or 'params'}: shards are cut at multiples of {self.layout.align} elements, which are no "
-                f"blocks of {format.name}; give the optimizer to ya.init or ya.shard, which cut them between blocks"
-            )
-        shapes = []
-        for number, (path, shape) in enumerate(zip(self.layout.names, self.layout.shapes, strict=True)):
-            for name in self.over:
-                dim, parts = cut_of(self.splits[number], name)
-                self._check_blocks(path, name, shape[-1] // (parts if dim == -1 else 1), (format,))
-            whole_rows = shape and shape[-1] % format.block == 0
-            *rows, last = shape if whole_rows else (math.prod(shape),)
-            shapes.append((*rows, format.nbytes(round_up(last, format.block))))
-        layout = FlatLayout(self.layout.names, tuple(shapes), format.nbytes(self.layout.align))
-        splits = self.splits if self.axes else ()
-        encodes = Encodes(format, self, dtype)
-        return dataclasses.replace(self, layout=layout, splits=splits, wire=WHOLE, encodes=encodes)
 
     # ---- over stages
 
@@ -398,181 +375,9 @@ class TreeLayout:
         return self._of(aligned)
 
     def _of(self, placed: Callable[[Group], Group]) -> "TreeLayout":
-        entries = [dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries]
-        return TreeLayout(tuple(entries), self.container)
+        entries = tuple(dataclasses.replace(entry, groups=tuple(map(placed, entry.groups))) for entry in self.entries)
+        return dataclasses.replace(self, entries=entries)
 
     @cached_property
     def groups(self) -> tuple[tuple[Entry, Group], ...]:
         return tuple((entry, group) for entry in self.entries for group in entry.groups)
-
-
-# ---- Derives the layout of a marked tree: the leaves of each unit.
-#
-#     {"layers": Stacked({"gain": Pinned(..), "w": .., "side": Unit({"u": ..}), "base": frozen(..)})}
-#
-#     entry layers:   groups layers.pinned | layers.frozen | layers.side | layers
-#     units               0                | 1, 4, ..      | 2, 5, ..    | 3, 6, ..        ids in the order of visits
-#
-# Leaves keep optree's order, in an entry and in each group.
-
-
-def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
-    """Returns the layout of `tree`, and the leaves of each entry (in the order of `Entry.spec`)."""
-    tree = push_frozen(tree)
-
-    def is_entry(node: Any) -> bool:
-        """Entries are markers, and other children of the root, or of any container with a marker below it."""
-        if is_marker(node):
-            return True
-        return node is not tree and not has_marker(node) and bool(optree.tree_leaves(node))
-
-    accessors, subtrees, container = optree.tree_flatten_with_accessor(tree, is_leaf=is_entry)
-    entries = []
-    leaves = []
-    next_unit = 0
-    for accessor, subtree in zip(accessors, subtrees, strict=True):
-        entry, entry_leaves = _entry(dotted(accessor), subtree, next_unit)
-        next_unit += sum(len(group.units) for group in entry.groups)
-        entries.append(entry)
-        leaves.append(entry_leaves)
-    return TreeLayout(tuple(entries), container), leaves
-
-
-def push_frozen(tree: Tree) -> Tree:
-    """Returns `tree` with each `frozen` around whole units or stacks moved down onto them."""
-
-    def push(node: Any) -> Any:
-        if not isinstance(node, Frozen) or is_marker(node.tree) or not has_marker(node.tree):
-            return node
-        inner = node.tree
-        dtype = node.dtype
-        return push_frozen(optree.tree_map(lambda child: Frozen(child, dtype), inner, is_leaf=lambda n: n is not inner))
-
-    return optree.tree_map(push, tree, is_leaf=is_marker)
-
-
-def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]:
-    # leaves by what markers around them say
-    members: dict[_Kind, list[tuple[int, str, Any]]] = {}
-    stacked = False
-    seen = 0
-
-    def walk(node: Tree, path: str, kind: _Kind, top: bool) -> None:
-        nonlocal stacked, seen
-        if isinstance(node, Stacked):
-            if not top:
-                raise ValueError(f"{path or 'params'}: a Stacked inside a Unit or another Stacked; stacks do not nest")
-            stacked = True
-            _must_be_one_layer(path, node.tree)
-            walk(node.tree, path, kind, False)
-        elif isinstance(node, Frozen):
-            walk(node.tree, path, kind._replace(trainable=False, dtype=node.dtype or kind.dtype), top)
-        elif isinstance(node, Unit):
-            walk(node.tree, path, kind._replace(unit=path), False)
-        elif isinstance(node, Pinned):
-            if not stacked:
-                raise ValueError(
-                    f"{path or 'params'}: a Pinned outside of a Stacked; it puts small leaves of all layers of a stack "
-                    "in one unit, so it stands inside; a subtree outside is one unit anyway"
-                )
-            walk(node.tree, path, kind._replace(pinned=True), False)
-        elif isinstance(node, Marker) or optree.tree_is_leaf(node):
-            if not isinstance(getattr(node, "dtype", None), torch.dtype):
-                raise TypeError(no_leaf(path, node))
-            if not node.dtype.is_floating_point:
-                raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
-            if not isinstance(node, Tensor):  # which has a method of this name
-                kind = kind.of(node)
-            members.setdefault(kind, []).append((seen, path, node))
-            seen += 1
-        else:
-            accessors = optree.tree_accessors(node, is_leaf=is_marker)
-            for accessor, child in zip(accessors, optree.tree_leaves(node, is_leaf=is_marker), strict=True):
-                walk(child, join(path, dotted(accessor)), kind, False)
-
-    walk(subtree, name, _Kind(name, True, None, False), True)
-    leaves, spec = optree.tree_flatten(without_markers(subtree))  # the order of `walk`
-    # a group for each kind
-    length = _length(name, members) if stacked else None
-    groups: list[Group] = []
-    # ids follow the order of visits: pinned units, all other units of layer 0, then all of layer 1
-    kinds = sorted(members, key=lambda kind: not kind.pinned)
-    pinned = sum(kind.pinned for kind in kinds)
-    for kind in kinds:
-        positions, paths, nodes = zip(*members[kind], strict=True)
-        shapes = tuple(tuple(leaf.shape[1:] if stacked and not kind.pinned else leaf.shape) for leaf in nodes)
-        count = 1 if length is None or kind.pinned else length
-        ids = tuple(first_unit + len(groups) + layer * (len(kinds) - pinned) for layer in range(count))
-        layout = FlatLayout(paths, shapes, kind.wire.align)
-        name_of = kind.name(alone=len(kinds) == 1)
-        if name_of in (group.name for group in groups):
-            raise ValueError(
-                f"{name_of}: a Unit here has the name of other leaves of the stack: pinned, frozen, or of their own "
-                "dtype or format; rename it"
-            )
-        splits = tuple(leaf.split for leaf in nodes) if kind.over else ()
-        own = kind.trainable, kind.dtype, kind.pinned, kind.reduce
-        group = Group(name_of, layout, ids, positions, *own, splits=splits, wire=kind.wire)
-        groups.append(group)
-    members.clear()  # `walk` is a cycle: it would hold the leaves until the garbage collector runs
-    return Entry(name, spec, tuple(groups), length), leaves
-
-
-class _Kind(NamedTuple):
-    """The common properties of a group's leaves. unit: path of their `Unit`, or of their entry; dtype, reduce, wire: as
-    of a `Group`; over: the axes that they are split over"""
-
-    unit: str
-    trainable: bool
-    dtype: torch.dtype | None
-    pinned: bool
-    over: tuple[str, ...] = ()
-    reduce: torch.dtype | None = None
-    wire: Wire = WHOLE
-
-    def of(self, leaf: Any) -> "_Kind":
-        """Returns the kind of an abstract leaf below these markers."""
-        over = tuple(name for name, _ in getattr(leaf, "split", ()))
-        reduce = getattr(leaf, "reduce", None) if self.trainable else None
-        wire = getattr(leaf, "wire", WHOLE)
-        wire = wire if self.trainable else Wire(wire.gather)
-        dtype = getattr(leaf, "compute", None) or self.dtype
-        return self._replace(dtype=dtype, over=over, reduce=reduce, wire=wire)
-
-    def name(self, alone: bool) -> str:
-        """Returns the name of the group; `alone`: it is the only one of its entry."""
-        words = ["" if self.trainable or self.dtype is not None else "frozen"]
-        words.append(_in_word("compute" if self.trainable else "frozen", self.dtype))
-        words += [_in_word("reduce", self.reduce), f"split({', '.join(self.over)})" if self.over else ""]
-        words.append("" if self.wire == WHOLE else f"wire({self.wire})")
-        return join(self.unit, *words[: 0 if alone else None], "pinned" if self.pinned else "")
-
-
-def _in_word(what: str, dtype: torch.dtype | None) -> str:
-    return "" if dtype is None else f"{what}({str(dtype).removeprefix('torch.')})"
-
-
-def _must_be_one_layer(path: str, tree: Tree) -> None:
-    """Raises TypeError for a list of layers, of which each would be taken for a stack."""
-    if type(tree) not in (list, tuple) or len(tree) < 2:
-        return
-    forms = {str(optree.tree_map(shape_of, layer)) for layer in tree}
-    if len(forms) == 1:
-        raise TypeError(
-            f"Stacked {path!r} has a list of {len(tree)} trees alike. Layers are stacked, leaf by leaf: "
-            "ya.Param((layers, ...)), or torch.stack of their tensors. If each is a stack, put them in a dict"
-        )
-
-
-def _length(name: str, members: dict[Any, list[tuple[int, str, Any]]]) -> int:
-    lengths: dict[int, str] = {}
-    for _, path, leaf in itertools.chain(*members.values()):
-        if not leaf.shape:
-            raise ValueError(f"{path}: a leaf of a Stacked needs a leading layer axis, got {shape_of(leaf)}")
-        lengths.setdefault(leaf.shape[0], path)
-    if len(lengths) > 1:
-        found = ", ".join(f"{path} has {length}" for length, path in lengths.items())
-        raise ValueError(f"Stacked {name!r}: leaves disagree on the number of layers: {found}")
-    if not lengths or 0 in lengths:
-        raise ValueError(f"Stacked {name!r} has no {'layers' if lengths else 'leaves'}")
-    return next(iter(lengths))

@@ -1,4 +1,4 @@
-"""Turns a rule over logical leaves into masks over the tensors that a tree holds."""
+"""Turns a rule over logical leaves into masks over the tensors that a tree holds, and into a part of the tree."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +51,24 @@ def leaf_mask(rule: LeafRule, tree: Tree) -> Tree:
         return Sharded(tuple(masks), node.context)
 
     return optree.tree_map_with_accessor(mask_of, tree, is_leaf=is_sharded)
+
+
+def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
+    """Returns the part of `tree` that `rule` chooses: other plain leaves are None, and groups of a sharded tree without
+    a chosen leaf are left out. zeros: other leaves of a remaining group are zero"""
+
+    def select(at: optree.PyTreeAccessor, node: Any) -> Any:
+        if not isinstance(node, Sharded):
+            return node if rule(dotted(at), plain_param(at, node)) else None
+        passes = {number: by_leaf(rule, node.entry, group) for number, group, _ in node.group_leaves()}
+        own = node.of(number for number, passed in passes.items() if any(passed))
+        if not zeros or all(map(all, filter(any, passes.values()))):
+            return own
+        masks = leaf_mask(rule, own).leaves
+        leaves = tuple(torch.where(mask, leaf, 0) for mask, leaf in zip(masks, own.leaves, strict=True))
+        return Sharded(leaves, own.context)
+
+    return optree.tree_map_with_accessor(select, tree, is_leaf=is_sharded)
 
 
 def by_leaf(rule: Callable[[str, Param], Any], entry: Entry, group: Group) -> list[Any]:

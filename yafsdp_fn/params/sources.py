@@ -96,17 +96,14 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
     def give(layer: int | None) -> Tensor:
-        shape = leaf.shape
-        where = ""
-        if layer is not None:
-            shape = leaf.shape[1:]
-            where = f" of layer {layer}"
+        shape = leaf.shape if layer is None else leaf.shape[1:]
         if isinstance(leaf, Param):
             value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
             fault = f"{path}: its initializer made shape {tuple(value.shape)}, expected {shape}"
         else:
             value = leaf.load(layer)
-            fault = f"{path}{where}: loaded {shape_of(value)}, expected shape {shape}"
+            where = path if layer is None else f"{path} of layer {layer}"
+            fault = f"{where}: loaded {shape_of(value)}, expected shape {shape}"
         if tuple(value.shape) != shape:
             raise ValueError(fault)
         return value

@@ -144,7 +144,7 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def stacked(trees: Sequence[Tree]) -> Tree:
     """Stacks trees into one, each leaf on a new leading axis."""
-    return optree.tree_map(lambda *xs: torch.stack([torch.as_tensor(x) for x in xs]), trees[0], *trees[1:])
+    return optree.tree_map(lambda *xs: torch.stack([torch.as_tensor(x) for x in xs]), *trees)
 
 
 def tensors_in(tree: Tree) -> list[Tensor]:

@@ -14,10 +14,11 @@ import optree
 
 from yafsdp_fn.api.step_function import StepFunction, default_schedule, pair_of
 from yafsdp_fn.optim.in_format import block_of
-from yafsdp_fn.params.layout import TreeLayout, tree_layout
+from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.tracing.gpu_allocations import GpuAllocations
 from yafsdp_fn.tracing.optimizer_memory import with_optimizer

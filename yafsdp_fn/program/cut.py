@@ -5,6 +5,7 @@ whole = cut(trace, assignment)                 # the same step with its segments
 
 import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from yafsdp_fn.program.split import Argument, Assignment, Flow, Split
 from yafsdp_fn.program.trace import Trace, Visit
@@ -23,15 +24,15 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     """
     if len(assignment.units) != len(trace.units):
         raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
-    starts = _starts(trace, assignment)
-    segments: tuple[tuple[int, int], ...] = (*itertools.pairwise([*starts, len(trace.visits)]),)
+    bounds = [*_starts(trace, assignment), len(trace.visits)]
+    segments = tuple(itertools.pairwise(bounds))
     of_visit = [segment for segment, ends in enumerate(segments) for _ in range(*ends)]
     shared, unused = _held(trace, assignment, of_visit)
     # a tensor travels once between two segments, whoever takes it there
     flows: list[Flow] = []
     for ends, tensors in _crossing(trace, of_visit).items():
-        values = [takers[0][1] for takers in tensors]
-        flows.append(Flow(*ends, sum(x.nbytes for x in values), sum(x.grad_bytes for x in values)))
+        first = [takers[0][1] for takers in tensors]
+        flows.append(Flow(*ends, sum(each.nbytes for each in first), sum(each.grad_bytes for each in first)))
     loss = {of_visit[visit] for visit in trace.loss_of}
     if len(loss) > 1:
         raise ValueError(
@@ -41,30 +42,39 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     return trace._replace(split=Split(segments, assignment.homes, tuple(flows), shared, unused))
 
 
+class Begun(NamedTuple):
+    """A cut of the visits up to one, better if it is less. unused: assigned units that its segments do not use;
+    dearest: cost of its dearest segment; starts: first visits of its segments"""
+
+    unused: int
+    dearest: int
+    starts: tuple[int, ...]
+
+
 def _starts(trace: Trace, assignment: Assignment) -> tuple[int, ...]:
     """Returns the first visit of each segment. Every visit is in a segment to which its units are assigned. Of all such
     cuts this is one that leaves the fewest assigned units unused, and then has the cheapest dearest segment."""
-    visits = trace.visits
     costs = costs_of(trace.visits)
-    found: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {0: ((0, 0), ())}  # up to a visit: how good, starts
+    found = {0: Begun(0, 0, ())}  # the visit that a cut has come to -> the best one
     # segment by segment, each as long as its units allow; of cuts at one visit the best goes on
     for segment in range(len(assignment.homes)):
         may = {unit for unit, segments in enumerate(assignment.units) if segment in segments}
-        longer: dict[int, tuple[tuple[int, int], tuple[int, ...]]] = {}
-        for start, ((unused, dearest), starts) in found.items():
+        longer: dict[int, Begun] = {}
+        for start, before in found.items():
             left = set(may)
-            held = 0
-            for visit in visits[start:]:
+            cost = 0
+            for visit in trace.visits[start:]:
                 if not may.issuperset(visit.units):
                     break
                 left.difference_update(visit.units)
-                held += costs[visit.id]
-                new = (unused + len(left), max(dearest, held)), (*starts, start)
-                longer[visit.id + 1] = min(new, longer.get(visit.id + 1, new))
+                cost += costs[visit.id]
+                new = Begun(before.unused + len(left), max(before.dearest, cost), (*before.starts, start))
+                end = visit.id + 1
+                longer[end] = min(new, longer.get(end, new))
         found = longer
-    if len(visits) not in found:
+    if len(trace.visits) not in found:
         raise ValueError(_why_not(trace, assignment))
-    return found[len(visits)][1]
+    return found[len(trace.visits)].starts
 
 
 def _why_not(trace: Trace, assignment: Assignment) -> str:
@@ -97,16 +107,21 @@ def _held(trace: Trace, assignment: Assignment, of_visit: Sequence[int]) -> Held
     for visit in trace.visits:
         for unit in visit.units:
             used[unit].add(assignment.homes[of_visit[visit.id]])
+    shared: list[tuple[int, tuple[int, ...]]] = []
+    unused: list[tuple[int, int]] = []
     for unit, stages in enumerate(assignment.holders):
-        if used[unit] != set(stages) and (used[unit] or len(stages) > 1):
+        several = len(stages) > 1
+        if used[unit] != set(stages) and (used[unit] or several):
             raise ValueError(
                 f"{trace.units[unit].name}: the assignment has it on stages {list(stages)}, and the step's visits use "
                 f"it on {sorted(used[unit]) or 'none'}: what several stages hold, each of them must visit. Take "
                 "another assignment (ya.schedules.assign of a trace of this loss)"
             )
-    shared = tuple((unit, stages) for unit, stages in enumerate(assignment.holders) if len(stages) > 1)
-    alone = ((unit, stages[0]) for unit, stages in enumerate(assignment.holders) if not used[unit])
-    return shared, tuple((unit, stage) for unit, stage in alone if stage > 0)
+        if several:
+            shared.append((unit, stages))
+        elif not used[unit] and stages[0] > 0:
+            unused.append((unit, stages[0]))
+    return tuple(shared), tuple(unused)
 
 
 # ---- What crosses.
@@ -135,8 +150,8 @@ def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], li
                     f"{sources} have made, and no stage has all of it. Mix inside a visit: give it both"
                 )
             if sources != [target]:
-                takers = found.setdefault((sources[0], target), {}).setdefault(argument.number, [])
-                takers.append((visit.id, argument))
+                tensors = found.setdefault((sources[0], target), {})
+                tensors.setdefault(argument.number, []).append((visit.id, argument))
     return {ends: list(tensors.values()) for ends, tensors in sorted(found.items())}
 
 

@@ -62,13 +62,15 @@ class _Running:
 
     __slots__ = ("ends", "events", "left", "phases", "rate", "since")
 
-    def __init__(self, events: tuple[int, ...], ends: tuple[tuple[int, str], ...], todo: Sequence[tuple[str, float]]):
+    def __init__(
+        self, events: tuple[int, ...], ends: tuple[tuple[int, str], ...], todo: Sequence[tuple[str, float]], now: float
+    ) -> None:
         self.events = events
         self.ends = ends
         self.phases = [*reversed(todo)]
         self.left = todo[0][1]
         self.rate = 0.0
-        self.since = 0.0
+        self.since = now
 
     @property
     def resource(self) -> str:
@@ -99,32 +101,19 @@ class _Loop:
         self._turn = itertools.count()
 
     def play(self) -> list[EventTime | None]:
-        changed = self._begin([queue[0] for queue in self._queues.values()])
-        self._set_rates(changed)
+        self._set_rates(self._begin([queue[0] for queue in self._queues.values()]))
         while self._agenda:
             self.now = self._agenda[0][0]
             over = self._due()
-            # phases that are over; events whose last that was
             changed = {stage for running in over for stage, _ in running.ends}
-            ready: list[int] = []
-            for running in over:
-                running.phases.pop()
-                if running.phases:
-                    running.left = running.phases[-1][1]
-                    running.since = self.now
-                    running.rate = 0.0
-                else:
-                    for stage, stream in running.ends:
-                        del self._running[stage][stream]
-                    ready += self._end(running.events)
-            self._set_rates(changed | self._begin(ready))
+            self._set_rates(changed | self._begin(self._go_on(over)))
         times = zip(self.starts, self.ends, self.causes, strict=True)
         return [None if math.isnan(end) else EventTime(start, end, cause) for start, end, cause in times]
 
     # ---- ends and beginnings
 
     def _due(self) -> list[_Running]:
-        """Returns those that end now; a rounding later is now, too."""
+        """Returns those whose phase ends now; a rounding later is now, too."""
         found: list[_Running] = []
         limit = self.now * (1 + 1e-12)
         while self._agenda and self._agenda[0][0] <= limit:
@@ -135,6 +124,21 @@ class _Loop:
                     found.append(running)
         return found
 
+    def _go_on(self, over: Sequence[_Running]) -> list[int]:
+        """Begins the next phase of those whose phase is over, or ends their events; returns those that may begin."""
+        ready: list[int] = []
+        for running in over:
+            running.phases.pop()
+            if running.phases:
+                running.left = running.phases[-1][1]
+                running.since = self.now
+                running.rate = 0.0
+                continue
+            for stage, stream in running.ends:
+                del self._running[stage][stream]
+            ready += self._end(running.events)
+        return ready
+
     def _end(self, events: Sequence[int]) -> list[int]:
         """Ends events; returns those that may begin, as far as these are concerned."""
         ready: list[int] = []
@@ -142,16 +146,20 @@ class _Loop:
             self.ends[number] = self.now
             for later in self._waiters[number]:
                 self._waiting[later] -= 1
-                ready += [later] if not self._waiting[later] else []
+                if not self._waiting[later]:
+                    ready.append(later)
             queue = self._queues[self.todo[number].stage, self.todo[number].stream]
-            ready += [queue[0]] if queue else []
+            if queue:
+                ready.append(queue[0])
         return ready
 
     def _is_next(self, number: int) -> bool:
         """Says whether its stream has come to it, and all that it waits for has ended."""
-        at = self.todo[number].stage, self.todo[number].stream
-        queue = self._queues[at]
-        return not self._waiting[number] and bool(queue) and queue[0] == number and at[1] not in self._running[at[0]]
+        if self._waiting[number]:
+            return False
+        stage, stream, *_ = self.todo[number]
+        queue = self._queues[stage, stream]
+        return bool(queue) and queue[0] == number and stream not in self._running[stage]
 
     def _begin(self, candidates: list[int]) -> set[int]:
         """Begins the events that can begin. One without phases ends at once, and may let others begin. Returns their
@@ -163,12 +171,11 @@ class _Loop:
             events = (number,) if partner is None else (number, partner)
             if not all(map(self._is_next, events)):
                 continue
-            # what let it begin
+            # what let it begin, on its stream or on others: the last to end, on its stream where several end together
             ends = tuple((self.todo[one].stage, self.todo[one].stream) for one in events)
-            before = [each for one, at in zip(events, ends, strict=True) for each in self._before[at]]
-            waits = [each for one in events for each in self.todo[one].waits]
-            # the last to end; the one before on the stream where several end together
-            cause = max((*before, *waits), key=self.ends.__getitem__, default=None)
+            before = [earlier for at in ends for earlier in self._before[at]]
+            before += [earlier for one in events for earlier in self.todo[one].waits]
+            cause = max(before, key=self.ends.__getitem__, default=None)
             # it begins, at both of its ends
             for one, at in zip(events, ends, strict=True):
                 self._queues[at].popleft()
@@ -176,26 +183,31 @@ class _Loop:
                 self.starts[one] = self.now
                 self.causes[one] = cause
             changed.update(stage for stage, _ in ends)
-            if phases := self.todo[number].phases:
-                running = _Running(events, ends, phases)
-                for stage, stream in ends:
-                    self._running[stage][stream] = running
-                running.since = self.now
-            else:
+            phases = self.todo[number].phases
+            if not phases:
                 candidates += self._end(events)
+                continue
+            running = _Running(events, ends, phases, self.now)
+            for stage, stream in ends:
+                self._running[stage][stream] = running
         return changed
 
     # ---- rates
 
     def _set_rates(self, stages: set[int]) -> None:
         """Sets the rates of all that runs in `stages`, where something has begun or ended."""
-        for running in {id(one): one for stage in stages for one in self._running[stage].values()}.values():
+        here: dict[int, _Running] = {}  # a transfer once, of both of its ends
+        for stage in stages:
+            for running in self._running[stage].values():
+                here[id(running)] = running
+        for running in here.values():
             rate = min(self._rate_in(running, stage) for stage, _ in running.ends)
             if rate != running.rate:
                 running.left -= (self.now - running.since) * running.rate
                 running.since = self.now
                 running.rate = rate
-                heapq.heappush(self._agenda, (self.now + running.left / rate, next(self._turn), running, rate))
+                end = self.now + running.left / rate
+                heapq.heappush(self._agenda, (end, next(self._turn), running, rate))
 
     def _rate_in(self, running: _Running, stage: int) -> float:
         beside = [one.resource for one in self._running[stage].values()]

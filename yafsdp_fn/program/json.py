@@ -27,52 +27,59 @@ MOST_EMPTY = 2**10
 
 def check_trace(trace: Trace) -> None:
     """Raises ValueError with the first thing that is wrong, and its place."""
-    for why in _wrong_trace(trace):
-        raise ValueError(f"trace.{why}")
+    for check in (_wrong_visits, _wrong_order, _wrong_stages, _wrong_optimizer):
+        for why in check(trace):
+            raise ValueError(f"trace.{why}")
 
 
-def _wrong_trace(trace: Trace) -> Iterator[str]:
-    # units
-    units = range(len(trace.units))
-    visits = range(len(trace.visits))
+def _wrong_visits(trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with units, with visits to them, and with what the loss does between visits."""
     for at, unit in enumerate(trace.units):
         if unit.id != at:
             yield f"units[{at}].id: expected {at}, its place, got {unit.id}"
         if not _some_of(dict(trace.inside), unit.over):
             yield f"units[{at}].over: expected axes inside blocks, each once, got {', '.join(unit.over)}"
-    # visits, and what the loss does between them
+    units = range(len(trace.units))
+    visits = range(len(trace.visits))
     for at, visit in enumerate(trace.visits):
+        where = f"visits[{at}]"
         if visit.id != at:
-            yield f"visits[{at}].id: expected {at}, its place, got {visit.id}"
+            yield f"{where}.id: expected {at}, its place, got {visit.id}"
         if not _some_of(units, visit.units):
-            yield f"visits[{at}].units: expected different ones of the {len(units)} units"
+            yield f"{where}.units: expected different ones of the {len(units)} units"
         if not _some_of(visit.units, visit.trained):
-            yield f"visits[{at}].trained: expected different ones of its units"
+            yield f"{where}.trained: expected different ones of its units"
         for number, argument in enumerate(visit.cost.arguments):
             if not all(made in visits for made in argument.made):
-                yield f"visits[{at}].cost.arguments[{number}].made: expected some of the {len(visits)} visits"
-        yield from _wrong_calls(f"visits[{at}]", (*visit.collectives, *visit.adjoints), trace)
+                yield f"{where}.cost.arguments[{number}].made: expected some of the {len(visits)} visits"
+        yield from _wrong_calls(where, (*visit.collectives, *visit.adjoints), trace)
         for number in visit.trained:
             if not trace.units[number].trainable:
-                yield f"visits[{at}].trained: units[{number}] is not trainable"
-    for at, (after, *calls) in enumerate(trace.between):
+                yield f"{where}.trained: units[{number}] is not trainable"
+    for at, (after, forward, backward) in enumerate(trace.between):
         if not -1 <= after < len(visits):
             yield f"between[{at}].after: expected -1 or one of the {len(visits)} visits, got {after}"
-        yield from _wrong_calls(f"between[{at}]", (call for each in calls for call in each), trace)
+        yield from _wrong_calls(f"between[{at}]", (*forward, *backward), trace)
     if not all(visit in visits for visit in trace.loss_of):
         yield f"loss_of: expected some of the {len(visits)} visits"
-    # computes
+
+
+def _wrong_order(trace: Trace) -> Iterator[str]:
+    units = range(len(trace.units))
     computes = [compute[:3] for compute in trace.order]
     if trace.microbatches > max(len(computes), MOST_EMPTY):
         yield f"microbatches: {trace.microbatches} of {len(computes)} computes"
     if len(set(computes)) < len(computes):
         yield "order: one of its computes is there twice"
-    for at, (kind, number, microbatch, closes) in enumerate(trace.order):
-        if number not in visits or not 0 <= microbatch < trace.microbatches:
-            yield f"order[{at}]: {kind} of visit {number} in microbatch {microbatch}: there is no such"
+    for at, (kind, visit, microbatch, closes) in enumerate(trace.order):
+        if not (0 <= visit < len(trace.visits) and 0 <= microbatch < trace.microbatches):
+            yield f"order[{at}]: {kind} of visit {visit} in microbatch {microbatch}: there is no such"
         if not all(unit in units for unit in closes):
             yield f"order[{at}].closes: expected some of the {len(units)} units"
-    # stages and mesh
+
+
+def _wrong_stages(trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with stages and mesh."""
     if trace.split is not None:
         yield from _wrong_split(trace.split, trace)
     elif trace.stage is not None:
@@ -81,17 +88,20 @@ def _wrong_trace(trace: Trace) -> Iterator[str]:
         yield "mesh: expected axes of different names"
     if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
-    # costs, and the optimizer
+
+
+def _wrong_optimizer(trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with costs and the optimizer."""
     for at, (_, _, parts) in enumerate(trace.optimizer.shards):
         if trace.ranks % parts:
             yield f"optimizer.shards[{at}]: expected parts that {trace.ranks} ranks divide into, got {parts}"
     if trace.kernels not in KERNELS:
         yield f"kernels: expected fused, eager or pieces, got {reprlib.repr(trace.kernels)}"
-    if len({of.unit for of in trace.lent}) < len(trace.lent):
+    if len({lent.unit for lent in trace.lent}) < len(trace.lent):
         yield "lent: one unit is there twice"
-    for at, of in enumerate(trace.lent):
-        if of.unit not in units:
-            yield f"lent[{at}].unit: there are units 0 to {len(units) - 1}, got {of.unit}"
+    for at, lent in enumerate(trace.lent):
+        if not 0 <= lent.unit < len(trace.units):
+            yield f"lent[{at}].unit: there are units 0 to {len(trace.units) - 1}, got {lent.unit}"
 
 
 def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:
@@ -117,15 +127,15 @@ def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
     if len(split.homes) != len(split.segments) or stages != set(range(len(stages))):
         yield "split.homes: expected a stage for each segment, numbered from 0 without gaps"
     # what travels
-    for at, (source, target, *_) in enumerate(split.flows):
-        if not 0 <= source < target < len(split.segments):
+    for at, flow in enumerate(split.flows):
+        if not 0 <= flow.source < flow.target < len(split.segments):
             yield f"split.flows[{at}]: expected an earlier and a later segment"
     if len({flow[:2] for flow in split.flows}) < len(split.flows):
         yield "split.flows: one is there twice"
     # who holds what
     units = range(len(trace.units))
     for at, (unit, holders) in enumerate(split.shared):
-        if unit not in units or not _some_of(stages, holders) or [*holders] != sorted(holders) or len(holders) < 2:
+        if unit not in units or [*holders] != sorted(stages.intersection(holders)) or len(holders) < 2:
             yield f"split.shared[{at}]: expected a unit, and two or more stages in their order"
     for at, (unit, stage) in enumerate(split.unused):
         if unit not in units or stage not in stages:
@@ -174,17 +184,17 @@ def from_json(text: str) -> tuple[Trace, Stages]:
 
 def checked(data: Any) -> tuple[Trace, Stages]:
     """Checks what JSON has already been read as, as `from_json` does its text."""
+    expected = "expected an object of a version, a trace and a list of stages"
     if not isinstance(data, dict) or "trace" not in data:
-        raise ValueError("expected an object of a version, a trace and a list of stages")
+        raise ValueError(expected)
     version = data.get("version")
     if type(version) is not int or version != VERSION:
         raise ValueError(
             f"version: expected {VERSION}, got {reprlib.repr(version)}; what another yafsdp_fn has written is read by "
             "that one, and a schedule builds it anew"
         )
-    listed = data.keys() == {"version", "trace", "stages"} and isinstance(data["stages"], list)
-    if not listed or not data["stages"]:
-        raise ValueError("expected an object of a version, a trace and a list of stages")
+    if data.keys() != {"version", "trace", "stages"} or not isinstance(data["stages"], list) or not data["stages"]:
+        raise ValueError(expected)
     trace = typed_at("trace", Trace, data["trace"])
     check_trace(trace)
     return trace, tuple(_stage(f"stages[{number}]", ops) for number, ops in enumerate(data["stages"]))

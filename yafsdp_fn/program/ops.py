@@ -56,8 +56,9 @@ def uses_of(op: Any, at: Hashable, reads: Iterable[Buffer] = (), writes: Iterabl
     found: dict[str, list[Buffer]] = {"reads": [*reads], "writes": []}
     for field, (kind, way) in slot_fields(op):
         numbers = getattr(op, field)
-        each = numbers if isinstance(numbers, tuple) else () if numbers is None else (numbers,)
-        found[way] += [(kind, at, number) for number in each]
+        if numbers is not None:
+            each = numbers if isinstance(numbers, tuple) else (numbers,)
+            found[way] += [(kind, at, number) for number in each]
     return found["reads"], [*found["writes"], *writes]
 
 

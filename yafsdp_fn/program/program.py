@@ -1,9 +1,10 @@
 """Programs: a trace and the ops that execute it; and of a step that is cut into stages, a program for each."""
 
 import dataclasses
+import difflib
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import ComputeOp, Exchange, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
-from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, elsewhere, writes_of
+from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, closing, elsewhere
 from yafsdp_fn.util.mesh_axes import OUTSIDE, padded_numel, round_up, subgroups
 from yafsdp_fn.util.owners import Leaf, assign
 
@@ -23,7 +24,8 @@ def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
     """Returns the bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their
     leaves."""
     cut = tuple((unit.numel, unit.align, unit.over) for unit in trace.units)
-    away = _away(trace.lent, cut, trace.ranks, tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE))
+    inside = tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE)
+    away = _away(trace.lent, cut, trace.ranks, inside)
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
 
 
@@ -43,9 +45,9 @@ def _away(
     for unit, _, measured in lent:
         numel, align, over = cut[unit]
         holders = subgroups(ranks, dict(axes), across=over)  # of each part of the unit
-        count = len(holders[0])
+        shards = len(holders[0])
         leaves = [Leaf("", offset, shape, 0, len(holders)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, count, align) // count, leaves, holders))
+        units.append((unit, padded_numel(numel, shards, align) // shards, leaves, holders))
     owners = assign(units, ranks)
     # of each leaf, what its owner has not got
     out: dict[int, int] = {}
@@ -53,8 +55,8 @@ def _away(
         shard_of = {rank: shard for members in holders for shard, rank in enumerate(members)}
         away = 0.0
         for leaf, owner, (_, _, nbytes, _) in zip(leaves, owners[unit], of.leaves, strict=True):
-            kept = len(leaf.in_shard(shard_of[owner], n)) / max(math.prod(leaf.shape), 1)
-            away += (1 - kept) * nbytes
+            here = len(leaf.in_shard(shard_of[owner], n))
+            away += (1 - here / max(math.prod(leaf.shape), 1)) * nbytes
         out[unit] = round(away)
     return out
 
@@ -93,7 +95,9 @@ def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
     """Returns the norm and the updates that follow a program without updates."""
     in_parts = [of.unit for of in lent]
     whole = tuple(unit for unit in trained if unit not in in_parts)
-    ops: list[Op] = [Norm(trained), *[Update(whole)] * bool(whole or not in_parts)]
+    ops: list[Op] = [Norm(trained)]
+    if whole or not in_parts:
+        ops.append(Update(whole))
     updating = Updating(lent)
     for unit in in_parts:
         ops += updating.turn([unit])[0]
@@ -115,9 +119,12 @@ def stage_trace(trace: Trace, stage: int, calls: Iterable[Call]) -> Trace:
 
 def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
     """Returns the trace of `stage`, in the order of the computes among its `ops`, but those that are not in form."""
-    found = (op for op in ops if isinstance(op, ComputeOp) and {type(op.visit), type(op.microbatch)} == {int})
-    there = (op for op in found if 0 <= op.visit < len(trace.visits))
-    return _stage_trace(trace, stage, (Compute(kind_of(op), op.visit, op.microbatch) for op in there))
+    order: list[Compute] = []
+    for op in ops:
+        in_form = isinstance(op, ComputeOp) and type(op.visit) is type(op.microbatch) is int
+        if in_form and op.visit in range(len(trace.visits)):
+            order.append(Compute(kind_of(op), op.visit, op.microbatch))
+    return _stage_trace(trace, stage, order)
 
 
 def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
@@ -132,32 +139,33 @@ def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     lent = tuple(of for of in trace.lent if of.unit in held)
     optimizer = trace.optimizer._replace(shards=_of_units(trace, held))
     own = trace._replace(units=units, visits=visits, between=between, stage=stage, lent=lent, optimizer=optimizer)
-    return own._replace(order=tuple(_closing(own, list(order))))
+    return own._replace(order=closing(list(order), visits))
 
 
 def units_of(trace: Trace, stage: int) -> frozenset[int]:
     """Returns the units that `stage` holds: those that its visits use, and, of those that no visit uses, its own."""
     split = trace.split
     assert split is not None
-    used = {unit for visit in trace.visits for unit in visit.units}
-    here = split.visits_on(stage)
-    own = {unit for visit in trace.visits if visit.id in here for unit in visit.units}
     home = dict(split.unused)
-    unused = {unit.id for unit in trace.units if home.get(unit.id, 0) == stage} - used
-    return frozenset(own | unused)
+    held = {unit.id for unit in trace.units if home.get(unit.id, 0) == stage}
+    for visit in trace.visits:
+        held.difference_update(visit.units)
+    for number in split.visits_on(stage):
+        held.update(trace.visits[number].units)
+    return frozenset(held)
 
 
 def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int], ...]:
     """Returns `OptimizerMemory.shards` of the units in `held`: of units of one size alike."""
-
-    def alike(units: Iterable[int]) -> Counter[tuple[int, int]]:
-        of = [trace.units[unit] for unit in units]
-        return Counter((unit.numel, trace.ranks // trace.ranks_of(unit)) for unit in of)
-
-    every = alike(trace.trained)
-    here = alike(held.intersection(trace.trained))
-    of_size = [(numel, nbytes, parts, here[numel, parts]) for numel, nbytes, parts in trace.optimizer.shards]
-    return tuple((numel, nbytes * n // every[numel, parts], parts) for numel, nbytes, parts, n in of_size if n)
+    sizes = [
+        (unit.numel, trace.ranks // trace.ranks_of(unit), unit.id in held) for unit in trace.units if unit.trainable
+    ]
+    found: list[tuple[int, int, int]] = []
+    for numel, nbytes, parts in trace.optimizer.shards:
+        alike = [here for *size, here in sizes if size == [numel, parts]]
+        if any(alike):
+            found.append((numel, nbytes * sum(alike) // len(alike), parts))
+    return tuple(found)
 
 
 def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
@@ -166,16 +174,6 @@ def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
         visits = trace.split.visits(segment)
         for visit in visits if kind == "forward" else reversed(visits):
             yield Compute(kind, visit, microbatch)
-
-
-def _closing(trace: Trace, order: Sequence[Compute]) -> Iterator[Compute]:
-    """Yields `order` with the units whose gradient is complete, in a microbatch, after each compute."""
-    last: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the compute that writes its gradient last
-    for index, now in enumerate(order):
-        last |= {(unit, now.microbatch): index for unit in writes_of(now, trace)}
-    for index, now in enumerate(order):
-        closed = (unit for unit in writes_of(now, trace) if last[unit, now.microbatch] == index)
-        yield now._replace(closes=tuple(closed))
 
 
 # ---- A program: a trace and the ops that execute it. It is verified, executed, printed, compared and saved as data.
@@ -219,9 +217,11 @@ class Program:
     def by_stage(self) -> tuple["Program", ...]:
         """The program of each stage alone, on the stage's own trace, which follows from its ops; this one itself if the
         step is not cut."""
-        if self.trace.split is None or self.trace.stage is not None:
-            return (self,) if len(self.stages) == 1 else tuple(Program(self.trace, each) for each in self.stages)
-        return self._by_stage
+        if self.trace.split is not None and self.trace.stage is None:
+            return self._by_stage
+        if len(self.stages) == 1:
+            return (self,)
+        return tuple(Program(self.trace, ops) for ops in self.stages)
 
     @cached_property
     def _by_stage(self) -> tuple["Program", ...]:
@@ -270,34 +270,32 @@ class Program:
         """Size of each weight slot: the largest unit it ever holds. without: units that take no room"""
         pairs = [pair for op in self.ops for pair in filled(op)]
         pairs += [(unit, slot) for slot, unit in self.carried().items()]
-        size = {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without}
-        return _largest(pairs, size)
+        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without})
 
     def grad_slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each gradient slot."""
         pairs = [pair for op in self.ops if isinstance(op, ops.Reduce) for pair in zip(*op, strict=True)]
-        size = {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without}
-        return _largest(pairs, size)
+        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without})
 
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves, or that crosses between segments, in it. Zero where
         nothing has measured what visits save."""
-        # what visits save
-        found = [op for op in self.ops if isinstance(op, ops.Forward | ops.Fetch)]
-        saved = [(op.visit, op.carry_slot) for op in found if op.carry_slot is not None]
-        size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
-        # what crosses
-        crossing: list[tuple[Any, int]] = []
+        contents: list[tuple[Any, int]] = []
         for op in self.ops:
-            crossing += [((message.flow, message.back), slot) for message, slot in self.trace.messages_of(op)]
+            if isinstance(op, ops.Forward | ops.Fetch) and op.carry_slot is not None:
+                contents.append((op.visit, op.carry_slot))
+            for message, slot in self.trace.messages_of(op):
+                contents.append(((message.flow, message.back), slot))
+        size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
         for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
-            size |= {(number, False): round_up(flow.nbytes, LINE), (number, True): round_up(flow.grad_bytes, LINE)}
-        return _largest([*saved, *crossing], size)
+            size[number, False] = round_up(flow.nbytes, LINE)
+            size[number, True] = round_up(flow.grad_bytes, LINE)
+        return _largest(contents, size)
 
     def host_bytes(self) -> dict[int, int]:
         """Returns visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
-        ids = {op.visit for op in self.ops if isinstance(op, ops.Offload)}
-        return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in sorted(ids)}
+        visits = sorted({op.visit for op in self.ops if isinstance(op, ops.Offload)})
+        return {visit: self.trace.visits[visit].cost.carry_slot_bytes for visit in visits}
 
     def secondary_bytes(self) -> dict[int, int]:
         """Returns unit -> size of its secondary shard."""
@@ -322,8 +320,6 @@ class Program:
         optimizer exchanges after a program without updates is in it, where a trace has measured that.
         """
         trace = self.trace
-        split = self.trace.split
-        replicas = trace.replicas
         sent: Counter[str] = Counter()
         after = () if self.has_updates else after_program(trace.trained, trace.lent)
         for op in (*self.ops, *after):
@@ -337,17 +333,17 @@ class Program:
                     sent["reduce"] += sum(_others(u.reduce_wire, trace.ranks_of(u)) for u in units)
                 case ops.AllReduce(over="stages"):
                     for u in units:
-                        holders = len(split.holders(u.id)) if split else 1
+                        holders = len(trace.split.holders(u.id)) if trace.split else 1
                         shards = 2 * u.reduce_bytes // trace.ranks_of(u)
                         sent["all-reduce over stages"] += shards * (holders - 1) // holders
                 case ops.AllReduce():
                     for u in units:
                         shards = (u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)) // trace.ranks_of(u)
-                        sent["all-reduce"] += shards * (replicas - 1) // replicas
-                case ops.Send() if split:
-                    sent["message"] += split.bytes_of(op.message)
-                case ops.Exchange(ids):
-                    sent["exchange"] += lent_bytes(trace, ids)
+                        sent["all-reduce"] += shards * (trace.replicas - 1) // trace.replicas
+                case ops.Send() if trace.split:
+                    sent["message"] += trace.split.bytes_of(op.message)
+                case ops.Exchange():
+                    sent["exchange"] += lent_bytes(trace, op.units)
         return sent
 
     # ---- as text
@@ -356,16 +352,15 @@ class Program:
     """The proof in words, written by `verify`; no field, so that a program of other ops does not have it."""
 
     def __repr__(self) -> str:
-        if len(self.stages) > 1:
-            head = f"program of {len(self.stages)} stages, {len(self)} ops"
-        else:
-            head = str(self).splitlines()[0]
+        several = f"program of {len(self.stages)} stages, {len(self)} ops"
+        head = several if len(self.stages) > 1 else str(self).splitlines()[0]
         return f"<{head}{self._proved}>"
 
     def __str__(self) -> str:
         proof = self._proved.replace("; ", "\n", 1)
         if len(self.stages) != 1:
-            return "\n\n".join(f"stage {number}: {part}" for number, part in enumerate(self.by_stage)) + proof
+            parts = [f"stage {number}: {part}" for number, part in enumerate(self.by_stage)]
+            return "\n\n".join(parts) + proof
         try:
             head = self._summary()
         except (IndexError, TypeError, ValueError):  # it is printed because it is wrong
@@ -401,13 +396,14 @@ class Program:
 
     def diff(self, other: "Program") -> str:
         """Returns the ops that differ, in words, as a unified diff; empty where all ops are equal."""
-        return text.diff(self.words(), other.words())
+        return "\n".join(difflib.unified_diff(self.words(), other.words(), "this", "other", lineterm="", n=2))
 
     def words(self) -> list[str]:
         """Each op in words, after its stage where there are several."""
-        several = len(self.stages) > 1
-        each = [(f"stage {number}: " * several, own) for number, own in enumerate(self.stages)]
-        return [stage + text.describe(op, self.trace) for stage, own in each for op in own]
+        if len(self.stages) == 1:
+            return [text.describe(op, self.trace) for op in self.ops]
+        each = enumerate(self.stages)
+        return [f"stage {stage}: {text.describe(op, self.trace)}" for stage, own in each for op in own]
 
     def fingerprint(self) -> str:
         """Returns a hash of what ranks must agree on: ops, units and visits, without measured costs."""

@@ -1,6 +1,5 @@
 """Ops and programs in words: `gather layers[3] -> slot 1`; a line per op, a column per stream."""
 
-import difflib
 import html
 import itertools
 from collections.abc import Sequence
@@ -23,63 +22,100 @@ def describe(op: Op, trace: Trace) -> str:
 
 
 def _in_words(op: Any, trace: Trace) -> str:
-    # what ops name, in words
-
-    def units(ids: tuple[int, ...]) -> str:
-        return ", ".join(trace.units[unit].name for unit in ids)
-
-    def slots(ids: tuple[int, ...]) -> str:
-        return f"slot{'s' * (len(ids) > 1)} {', '.join(map(str, ids))}"
-
-    def crossing(takes: tuple[int, ...], gives: tuple[int, ...]) -> str:
-        took = f", from carry {slots(takes)}" if takes else ""
-        return took + (f", to carry {slots(gives)}" if gives else "")
-
-    def subject() -> str:
-        if hasattr(op, "message"):
-            return describe_message(op.message, trace)
-        return trace.visits[op.visit].name if hasattr(op, "visit") else units(op.units)
-
-    def moved() -> str:
-        words = ""
-        for field, (kind, way) in slot_fields(op):
-            at = getattr(op, field)
-            words += " <- " if way == "reads" else " -> "
-            words += f"{kind} {at}" if kind == "carry slot" else kind.removesuffix("slot") + slots(at)
-        return words
-
-    # a sentence for each kind
     match op:
-        case ops.Gather(ids, into, source):
-            return f"gather {units(ids)}{' in node' if source == 'node' else ''} -> {slots(into)}"
-        case ops.AllReduce(ids, over):
-            return f"all-reduce {units(ids)}{' over stages' * (over == 'stages')}"
-        case ops.Norm(ids):
-            return f"norm of {len(ids)} units"
-        case ops.Update(ids, part):
-            several = any(trace.parts(unit) > 1 for unit in ids)
-            return f"update {units(ids)}{f', part {part}' if several else ''}"
-        case ops.Exchange(ids, part):
-            return f"{'return' if part % 2 else 'lend'} {units(ids)}"
-        case ops.Forward(visit, at, keep, microbatch, carry, early, takes, gives):
-            detail = f"{slots(at)}, {'keep graph' if keep else 'recompute'}"
-            detail += "" if carry is None else f", save in carry slot {carry}"
-            detail += f", may begin grad {slots(early)}" if early else ""
-            detail += crossing(takes, gives)
-            name = f"forward {trace.visits[visit].name}"
-        case ops.Backward(visit, at, into, microbatch, carry, takes, gives, half):
-            detail = (slots(at) if at else "") + ("" if carry is None else f", carry slot {carry}")
-            detail += f" -> grad {slots(into)}" if into else ""
-            detail += crossing(takes, gives)
-            name = f"backward{'' if half == 'both' else f' ({half})'} {trace.visits[visit].name}"
+        case ops.Gather(units, slots, source):
+            where = " in node" if source == "node" else ""
+            return f"gather {_units(units, trace)}{where} -> {_slots(slots)}"
+        case ops.AllReduce(units, over):
+            where = " over stages" if over == "stages" else ""
+            return f"all-reduce {_units(units, trace)}{where}"
+        case ops.Norm(units):
+            return f"norm of {len(units)} units"
+        case ops.Update(units, part):
+            several = any(trace.parts(unit) > 1 for unit in units)
+            which = f", part {part}" if several else ""
+            return f"update {_units(units, trace)}{which}"
+        case ops.Exchange(units, part):
+            way = "return" if part % 2 else "lend"
+            return f"{way} {_units(units, trace)}"
+        case ops.Forward():
+            return _forward(op, trace)
+        case ops.Backward():
+            return _backward(op, trace)
         case _ if isinstance(op, OPS):  # what is moved follows from its annotations
-            return f"{name_of(op)} {subject()}{moved()}"
+            return f"{name_of(op)} {_subject(op, trace)}{_moved(op)}"
         case _ if hasattr(op, "stream"):  # of a peer: simulated, never run
-            return f"copy {units(op.units)}".strip()
-        case _:
-            return repr(op)
-    where = "" if trace.microbatches == 1 else f" (microbatch {microbatch})"
-    return f"{name}{where}{' in' * detail.startswith('slot')} {detail}".rstrip()
+            return f"copy {_units(op.units, trace)}".strip()
+    return repr(op)
+
+
+# ---- computes
+
+
+def _forward(op: ops.Forward, trace: Trace) -> str:
+    words = f"forward {_visit(op, trace)} in {_slots(op.slots)}, "
+    words += "keep graph" if op.keep else "recompute"
+    if op.carry_slot is not None:
+        words += f", save in carry slot {op.carry_slot}"
+    if op.early:
+        words += f", may begin grad {_slots(op.early)}"
+    return words + _crossing(op)
+
+
+def _backward(op: ops.Backward, trace: Trace) -> str:
+    half = "" if op.half == "both" else f" ({op.half})"
+    words = f"backward{half} {_visit(op, trace)} "
+    if op.slots:
+        words += f"in {_slots(op.slots)}"
+    if op.carry_slot is not None:
+        words += f", carry slot {op.carry_slot}"
+    if op.grad_slots:
+        words += f" -> grad {_slots(op.grad_slots)}"
+    return (words + _crossing(op)).rstrip()
+
+
+def _visit(op: ops.ComputeOp, trace: Trace) -> str:
+    name = trace.visits[op.visit].name
+    return name if trace.microbatches == 1 else f"{name} (microbatch {op.microbatch})"
+
+
+def _crossing(op: ops.ComputeOp) -> str:
+    """Returns the carry slots of messages that a compute takes and gives, in words."""
+    words = ""
+    if op.takes:
+        words += f", from carry {_slots(op.takes)}"
+    if op.gives:
+        words += f", to carry {_slots(op.gives)}"
+    return words
+
+
+# ---- what ops name
+
+
+def _units(units: tuple[int, ...], trace: Trace) -> str:
+    return ", ".join(trace.units[unit].name for unit in units)
+
+
+def _slots(slots: tuple[int, ...]) -> str:
+    word = "slots" if len(slots) > 1 else "slot"
+    return f"{word} {', '.join(map(str, slots))}"
+
+
+def _subject(op: Any, trace: Trace) -> str:
+    """Returns what an op is about: a message, a visit, or units."""
+    if hasattr(op, "message"):
+        return describe_message(op.message, trace)
+    return trace.visits[op.visit].name if hasattr(op, "visit") else _units(op.units, trace)
+
+
+def _moved(op: Any) -> str:
+    """Returns the slots that an op reads and fills: ` <- grad slot 2`."""
+    words = ""
+    for field, (kind, way) in slot_fields(op):
+        numbers = getattr(op, field)
+        words += " <- " if way == "reads" else " -> "
+        words += f"{kind} {numbers}" if kind == "carry slot" else kind.removesuffix("slot") + _slots(numbers)
+    return words
 
 
 # ---- What blocks communicate.
@@ -90,7 +126,9 @@ def collectives(trace: Trace) -> list[str]:
     named: list[tuple[str, Collectives, Collectives]] = []
     for visit in trace.visits:
         named.append((visit.name, visit.collectives, visit.adjoints))
-        named += [("the loss", *each[1:]) for each in trace.between if max(each.after, 0) == visit.id]
+        for after, calls, adjoints in trace.between:
+            if max(after, 0) == visit.id:
+                named.append(("the loss", calls, adjoints))
     lines = []
     for (calls, adjoints), alike in itertools.groupby(named, lambda each: each[1:]):
         if calls or adjoints:
@@ -101,9 +139,10 @@ def collectives(trace: Trace) -> list[str]:
 
 
 def _called(calls: Collectives) -> str:
-    runs = [(call, len(list(alike))) for call, alike in itertools.groupby(calls)]
+    """Returns collectives in words, those in a row that are alike as one."""
     each = []
-    for call, count in runs:
+    for call, alike in itertools.groupby(calls):
+        count = len(list(alike))
         times = f"{count} x " if count > 1 else ""
         each.append(f"{times}{call.kind} {call.axis} ({call.nbytes / 2**10:,.1f} KiB)")
     return ", ".join(each) or "none"
@@ -113,8 +152,8 @@ def describe_message(message: Message, trace: Trace) -> str:
     """Names what crosses between two segments."""
     flows = trace.split.flows if trace.split else ()
     source, target, *_ = flows[message.flow]
-    where = "" if trace.microbatches == 1 else f" (microbatch {message.microbatch})"
-    return f"segment {source} -> {target}{where}" if not message.back else f"gradient {source} <- {target}{where}"
+    words = f"gradient {source} <- {target}" if message.back else f"segment {source} -> {target}"
+    return words if trace.microbatches == 1 else f"{words} (microbatch {message.microbatch})"
 
 
 # ---- A program.
@@ -123,17 +162,17 @@ def describe_message(message: Message, trace: Trace) -> str:
 def table(sequence: Sequence[Op], trace: Trace) -> list[str]:
     """Returns one line per op, one column per stream."""
     rows = [(getattr(op, "stream", "compute"), describe(op, trace)) for op in sequence]
-    title = {at: at if at == "compute" else f"{at} stream" for at in STREAMS if at in dict(rows)}
-    width = {at: max(len(head), *(len(words) for stream, words in rows if stream == at)) for at, head in title.items()}
-    lines = [f"{'op':>5}  " + "  ".join(head.ljust(width[at]) for at, head in title.items())]
-    for index, (stream, words) in enumerate(rows):
-        lines.append(f"{index:>5}  " + "  ".join((words if at == stream else "").ljust(width[at]) for at in width))
-    return [line.rstrip() for line in lines]
+    shown = [stream for stream in STREAMS if stream in dict(rows)]
+    title = {stream: f"{stream} stream" for stream in shown} | {"compute": "compute"}
+    width = {stream: len(head) for stream, head in title.items()}
+    for stream, words in rows:
+        width[stream] = max(width[stream], len(words))
 
+    def line(number: object, cells: dict[str, str]) -> str:
+        padded = [cells.get(stream, "").ljust(width[stream]) for stream in shown]
+        return f"{number:>5}  {'  '.join(padded)}".rstrip()
 
-def diff(mine: Sequence[str], theirs: Sequence[str]) -> str:
-    """Returns a unified diff of two programs' ops in words."""
-    return "\n".join(difflib.unified_diff(mine, theirs, "this", "other", lineterm="", n=2))
+    return [line("op", title), *[line(number, {stream: words}) for number, (stream, words) in enumerate(rows)]]
 
 
 # ---- In a notebook.
@@ -146,6 +185,8 @@ def in_notebook(text: str) -> str:
     """Returns `text` as HTML: its columns kept, never wrapped, the ops of a refusal in colour."""
     lines = []
     for line in html.escape(text, quote=False).splitlines():
-        colour = next((colour for mark, colour in MARKS.items() if line.endswith(mark)), None)
-        lines.append(line if colour is None else f'<span style="color: {colour}; font-weight: bold">{line}</span>')
+        for mark, colour in MARKS.items():
+            if line.endswith(mark):
+                line = f'<span style="color: {colour}; font-weight: bold">{line}</span>'
+        lines.append(line)
     return '<pre style="white-space: pre; overflow-x: auto; line-height: 1.25">' + "\n".join(lines) + "</pre>"

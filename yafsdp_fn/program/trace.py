@@ -406,14 +406,25 @@ def chained_order(visits: Sequence[Visit], microbatches: int, backward: bool = T
     >>> [(compute.kind, compute.visit) for compute in ya.schedules.chained_order(trace.visits[:2], microbatches=1)]
     [('forward', 0), ('forward', 1), ('backward', 1), ('backward', 0)]
     """
-    first = {unit: visit.id for visit in reversed(visits) for unit in visit.trained}  # its last in the backward
     order: list[Compute] = []
     for microbatch in range(microbatches):
         order += [Compute("forward", visit.id, microbatch) for visit in visits]
-        for visit in reversed(visits) if backward else ():
-            closes = tuple(unit for unit in dict.fromkeys(visit.trained) if first[unit] == visit.id)
-            order.append(Compute("backward", visit.id, microbatch, closes))
-    return tuple(order)
+        if backward:
+            order += [Compute("backward", visit.id, microbatch) for visit in reversed(visits)]
+    return closing(order, visits)
+
+
+def closing(order: Sequence[Compute], visits: Iterable[Visit]) -> tuple[Compute, ...]:
+    """Returns `order` with the units whose gradient is complete, in a microbatch, after each compute."""
+    trained = {visit.id: dict.fromkeys(visit.trained) for visit in visits}
+    closed: set[tuple[int, int]] = set()  # (unit, microbatch)
+    backwards: list[Compute] = []
+    for now in reversed(order):  # the first that is met is the last to write a gradient
+        writes = trained[now.visit] if now.kind in ("backward", "weights") else ()
+        closes = tuple(unit for unit in writes if (unit, now.microbatch) not in closed)
+        closed.update((unit, now.microbatch) for unit in writes)
+        backwards.append(now._replace(closes=closes))
+    return tuple(reversed(backwards))
 
 
 def _table(trace: Trace) -> str:
@@ -430,14 +441,15 @@ def _table(trace: Trace) -> str:
     for visit in trace.visits:
         units = [trace.units[unit] for unit in visit.units]
         cost = visit.cost
-        ids = (", ".join(map(str, each)) for each in (visit.units, visit.trained))
-        size = f"{sum(unit.gather_bytes for unit in units) / 2**20:.2f} MiB"
-        forward = cost.flops + cost.attention_flops
-        backward = cost.bwd_flops + cost.bwd_attention_flops
         costs = ["-", "-", "-"]  # nothing has measured them
+        forward = cost.flops + cost.attention_flops
         if forward:
+            backward = cost.bwd_flops + cost.bwd_attention_flops
             costs = [f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB"]
-        rows.append([f"{visit.id} {visit.name}", *ids, f"{sum(unit.numel for unit in units):,}", size, *costs])
+        ids = [", ".join(map(str, each)) for each in (visit.units, visit.trained)]
+        count = f"{sum(unit.numel for unit in units):,}"
+        size = f"{sum(unit.gather_bytes for unit in units) / 2**20:.2f} MiB"
+        rows.append([f"{visit.id} {visit.name}", *ids, count, size, *costs])
     # computes
     several = trace.microbatches > 1
     order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * several for now in trace.order]

@@ -14,7 +14,7 @@ pipeline that ends here ends there, too. Nothing waits for a later step, so it i
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.communication.streams import Scoreboard
@@ -25,33 +25,40 @@ from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import beside
 
+Rows = Sequence[Sequence[Op]]
+"""The items of each stage, in their order: its ops, and the norm that follows them where others take it inside."""
+
+Place = tuple[int, int]
+"""A stage, and the number of one of its items."""
+
+
 # ---- The rule.
 
 
 def all_end(pipeline: Program) -> None:
     """Raises Refused where stages wait for each other."""
-    stuck = list(_stuck(pipeline))
+    rows = _rows(pipeline)
+    stuck = _stuck(rows)
     if not stuck:
         return
 
-    def op(of: Stuck) -> Op:
-        ops = pipeline.stages[of.stage]
-        return ops[of.at] if of.at < len(ops) else Norm(())  # that follows a program without updates
+    def in_words(waiting: Stuck) -> str:
+        item = rows[waiting.stage][waiting.at]
+        return f"op {waiting.at} ({describe(item, pipeline.trace)})"
 
     stage, at, other, there = stuck[0]
-    what = f"op {at} ({describe(op(stuck[0]), pipeline.trace)})"
-    lines = [f"stage {stage}: {what}: rule 'deadlock': it waits for stage {other}, which waits, too"]
+    lines = [f"stage {stage}: {in_words(stuck[0])}: rule 'deadlock': it waits for stage {other}, which waits, too"]
     for waiting in stuck[1:]:
-        what = f"op {waiting.at} ({describe(op(waiting), pipeline.trace)})"
-        lines.append(f"    stage {waiting.stage} waits at {what} for stage {waiting.other}")
-    every = [range(len(pipeline.stages[number])) for number in (stage, other)]
-    drawn = beside(pipeline, (stage, every[0], at), (other, every[1], there))
-    raise Refused("deadlock", at, "\n".join([*lines, drawn]), stage)
+        lines.append(f"    stage {waiting.stage} waits at {in_words(waiting)} for stage {waiting.other}")
+    ops = range(len(pipeline.stages[stage]))
+    ops_there = range(len(pipeline.stages[other]))
+    lines.append(beside(pipeline, (stage, ops, at), (other, ops_there, there)))
+    raise Refused("deadlock", at, "\n".join(lines), stage)
 
 
 class Stuck(NamedTuple):
-    """A stage that does not end. at: the first op that has not; it waits for stage `other`, whose first one is `there`.
-    Each is the number of ops where the program is over, and only what follows it waits."""
+    """A stage that does not end. at: its first item that has not; it waits for stage `other`, whose first one is
+    `there`."""
 
     stage: int
     at: int
@@ -59,71 +66,60 @@ class Stuck(NamedTuple):
     there: int
 
 
-def _stuck(pipeline: Program) -> Iterator[Stuck]:
-    """Yields the stages that do not end."""
-    rows = _rows(pipeline)
+def _stuck(rows: Rows) -> list[Stuck]:
+    """Returns the stages that do not end."""
     met = _met(rows)
     begun, over = _run(rows, met)
-    firsts = [next((at for at in range(len(items)) if (n, at) not in over), None) for n, items in enumerate(rows)]
-    for stage, first in enumerate(firsts):
-        if first is None:
-            continue
-        # whom it needs, and who of these has not come
-        item = rows[stage][first]
-        there = met[_together(item)]
-        needed = range(len(rows)) if isinstance(item, Norm) else there if _together(item) else ()
-        others = [other for other in needed if other != stage]
-        waiting = [other for other in others if other in there and (other, there[other]) in begun - over]
-        missing = [other for other in others if other not in waiting]
-        rest = [other for other, left in enumerate(firsts) if other != stage and left is not None]
+    first: dict[int, int] = {}  # stage -> its first item that does not end
+    for stage, items in enumerate(rows):
+        left = [at for at in range(len(items)) if (stage, at) not in over]
+        if left:
+            first[stage] = left[0]
+    found: list[Stuck] = []
+    for stage, at in first.items():
+        # whom it needs, and who of these has not come: not those that wait for it there
+        needed = [place for place in met[stage, at] if place[0] != stage]
+        missing = [other for other, there in needed if (other, there) not in begun - over]
         # named is one that it needs, or else any other that is stuck
-        other = next(iter((*missing, *rest, stage)))
-        last = firsts[other]
-        yield Stuck(stage, first, other, len(pipeline.stages[other]) if last is None else last)
-
-
-_Places = set[tuple[int, int]]
-"""(stage, item)"""
+        rest = [other for other in first if other != stage]
+        other = [*missing, *rest, stage][0]
+        found.append(Stuck(stage, at, other, first[other]))
+    return found
 
 
 # ---- All stages run at once: `program/events.py` says which items begin and end.
 
 
-def _run(rows: Sequence[Sequence[Op]], met: "_Met") -> tuple[_Places, _Places]:
+def _run(rows: Rows, met: dict[Place, list[Place]]) -> tuple[set[Place], set[Place]]:
     """Runs the items of all stages; returns those that have begun, and those that are over."""
-    events, begins = _events(rows, met)
-    times = play(events)
-    begun = {place for place, number in begins.items() if times[number] is not None}
-    return begun, {place for place in begun if times[begins[place] + 1] is not None}
-
-
-_Met = Mapping[object, Mapping[int, int]]
-"""The items that are done together, by stage."""
-
-
-def _met(rows: Sequence[Sequence[Op]]) -> _Met:
-    met: defaultdict[object, dict[int, int]] = defaultdict(dict)
-    for stage, items in enumerate(rows):
-        for at, item in enumerate(items):
-            met[_together(item)][stage] = at
-    return met
-
-
-def _events(rows: Sequence[Sequence[Op]], met: _Met) -> tuple[list[StageEvent], dict[tuple[int, int], int]]:
-    """Returns two events for each item: it begins, and it ends, when all that are done with it have begun; and the
-    number of the first of them."""
-    places = [(stage, at) for stage, items in enumerate(rows) for at in range(len(items))]
-    begins = {place: 2 * number for number, place in enumerate(places)}
+    # two events for each item: it begins, and it ends, when all that are done with it have begun
+    begins = {place: 2 * number for number, place in enumerate(met)}
     events: list[StageEvent] = []
     for stage, items in enumerate(rows):
-        for at, (item, after_begin, after_end) in enumerate(zip(items, *_waits(items), strict=True)):
-            waits = [begins[stage, other] for other in after_begin] + [begins[stage, other] + 1 for other in after_end]
-            together = met[_together(item)].items() if _together(item) else [(stage, at)]
-            events += [
-                StageEvent(stage, item.stream, waits),
-                StageEvent(stage, item.stream, [begins[one] for one in together]),
-            ]
-    return events, begins
+        after_begins, after_ends = _waits(items)
+        for at, item in enumerate(items):
+            waits = [begins[stage, other] for other in after_begins[at]]
+            waits += [begins[stage, other] + 1 for other in after_ends[at]]
+            together = [begins[place] for place in met[stage, at]]
+            events += [StageEvent(stage, item.stream, waits), StageEvent(stage, item.stream, together)]
+    times = play(events)
+    begun = {place for place, number in begins.items() if times[number] is not None}
+    over = {place for place, number in begins.items() if times[number + 1] is not None}
+    return begun, over
+
+
+def _met(rows: Rows) -> dict[Place, list[Place]]:
+    """Returns the places that are done together with each place, itself included; by stage, and in their order."""
+    by_key: defaultdict[object, dict[int, int]] = defaultdict(dict)
+    for stage, items in enumerate(rows):
+        for at, item in enumerate(items):
+            by_key[_together(item)][stage] = at
+    met: dict[Place, list[Place]] = {}
+    for stage, items in enumerate(rows):
+        for at, item in enumerate(items):
+            key = _together(item)
+            met[stage, at] = [(stage, at)] if key is None else [*by_key[key].items()]
+    return met
 
 
 # ---- What an item waits for.
@@ -131,8 +127,11 @@ def _events(rows: Sequence[Sequence[Op]], met: _Met) -> tuple[list[StageEvent], 
 
 def _rows(pipeline: Program) -> list[list[Op]]:
     """Returns the ops of stages, with the norm of those that train nothing where others take it."""
-    alone = [pipeline.has_updates and not any(isinstance(op, Norm) for op in ops) for ops in pipeline.stages]
-    return [[*ops, *[Norm(())] * adds] for ops, adds in zip(pipeline.stages, alone, strict=True)]
+    rows = [list(ops) for ops in pipeline.stages]
+    for items in rows:
+        if pipeline.has_updates and not any(isinstance(op, Norm) for op in items):
+            items.append(Norm(()))
+    return rows
 
 
 def _together(item: Op) -> object:
@@ -149,9 +148,9 @@ def _waits(items: Sequence[Op]) -> tuple[list[list[int]], list[list[int]]]:
     board: Scoreboard[int] = Scoreboard()
     ends = [board.use(at, item.stream, *item.uses()) for at, item in enumerate(items)]
     # the end of the backward comes before the norm, and waits for every gradient
-    first = next((at for at, op in enumerate(items) if isinstance(op, Norm)), None)
-    if first is not None:
-        ends[first] += [at for at in range(first) if items[at].stream in ("reduce", "replicate")]
+    norm = next((at for at, item in enumerate(items) if isinstance(item, Norm)), None)
+    if norm is not None:
+        ends[norm] += [at for at in range(norm) if items[at].stream in ("reduce", "replicate")]
     begins: list[list[int]] = []
     before: dict[str, int] = {}  # stream -> its last item
     alone: list[int] = []  # the last item that is no message

@@ -43,37 +43,42 @@ def refusal_on(stage: int, rule: str, why: str, where: str = "", at: int = -1) -
     return Refused(rule, at, f"stage {stage}: {where}rule {rule!r}: {why}", stage)
 
 
-def _drawn(program: Program, rule: str, index: int, why: str, buffer: Buffer | None, other: int | None) -> str:
+def _drawn(program: Program, rule: str, at: int, why: str, buffer: Buffer | None, other: int | None) -> str:
     """Returns the message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
-    # the sentence
-    here = f"op {index} ({describe(program.ops[index], program.trace)})" if index >= 0 else "end of program"
-    head = f"{here}: rule {rule!r}: {why}"
+    place = "end of program"
+    if at >= 0:
+        place = f"op {at} ({describe(program.ops[at], program.trace)})"
+    head = f"{place}: rule {rule!r}: {why}"
     if other == -1:
         head += " (it was there when the step began)"
-    if buffer is None or (other in (None, -1) and index < 0):
+    ends = [end for end in (at, other) if end is not None and end >= 0]
+    if buffer is None or not ends:
         return head
     # from which op to which one
-    ends = [at for at in (index, other) if at is not None and at >= 0]
     first = min(ends)
-    last = max(ends) if index >= 0 else len(program.ops) - 1
-    if len(ends) == 1 and index >= 0:
+    last = max(ends)
+    if at < 0:
+        last = len(program.ops) - 1
+    elif len(ends) == 1:
         first = 0
     # what the buffer held before tells why it was lost
-    first = next((at for at in reversed(range(first)) if _use(program, at, buffer)), first)
+    first = next((earlier for earlier in reversed(range(first)) if _use(program, earlier, buffer)), first)
     # a line for each use
+    marks = {other: "<- against this", at: "<- refused"}
     lines: list[tuple[str, str, str, str]] = []
-    for at in range(first, last + 1):
-        use = _use(program, at, buffer)
-        mark = "<- against this" if at == other else ""
-        if at == index:
-            mark = "<- refused"
+    for number in range(first, last + 1):
+        use = _use(program, number, buffer)
+        mark = marks.get(number, "")
         if use or mark:
-            lines.append((use or "      ", f"op {at}", describe(program.ops[at], program.trace), mark))
+            lines.append((use or "      ", f"op {number}", describe(program.ops[number], program.trace), mark))
     if len(lines) > MOST:
         lines[MOST // 2 : -MOST // 2] = [("...", "", "", "")]
-    width = [max(len(line[column]) for line in lines) for column in range(3)]
-    rows = [f"    {a.ljust(width[0])}  {b.ljust(width[1])}  {c.ljust(width[2])}  {d}".rstrip() for a, b, c, d in lines]
-    return "\n".join([head, f"    uses of {_in_words(program, buffer)}:", *rows])
+    width = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    drawn = [head, f"    uses of {_in_words(program, buffer)}:"]
+    for line in lines:
+        cells = map(str.ljust, line, width)
+        drawn.append(f"    {'  '.join(cells)}".rstrip())
+    return "\n".join(drawn)
 
 
 def _in_words(program: Program, buffer: Buffer) -> str:
@@ -91,6 +96,7 @@ def _in_words(program: Program, buffer: Buffer) -> str:
 
 
 def _use(program: Program, at: int, buffer: Buffer) -> str:
+    """Returns how an op uses a buffer: `write`, `read`, or "" if it does not."""
     try:
         reads, writes = program.ops[at].uses()
     except (AttributeError, TypeError):  # no op of a program

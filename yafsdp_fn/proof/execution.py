@@ -11,7 +11,7 @@ Rules have no state of their own: a check looks at the execution. verify.py has 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple, NoReturn, TypeVar
 
 from yafsdp_fn.program.ops import (
     AllReduce,
@@ -33,6 +33,7 @@ from yafsdp_fn.program.ops import (
 )
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Message
+from yafsdp_fn.program.trace import writes_of
 from yafsdp_fn.proof.errors import refusal
 
 
@@ -58,8 +59,8 @@ class Gradient(NamedTuple):
 
 
 class Activation(NamedTuple):
-    """Contents of a carry slot or host buffer: what a visit has saved, by its number, or a message of a pipeline, and
-    the op that put it there."""
+    """Contents of a carry slot: what a visit has saved, by its number, or a message of a pipeline, and the op that put
+    it there."""
 
     what: int | Message
     op: int
@@ -68,15 +69,24 @@ class Activation(NamedTuple):
 # ---- A rule: checks, by the moment at which they are asked.
 
 
+What = TypeVar("What")
+OfProgram = Callable[[Program], None] | None
+Of = Callable[["Execution", What], None] | None
+OfUnit = Callable[["Execution", int, What], None] | None
+OfCarrySlot = Callable[["Execution", int, int | Message], None] | None
+"""Checks: of a program, of an op, of one unit of an op (and the op, or the slot), of a carry slot and its content."""
+
+
 @dataclass(frozen=True)
 class Rule:
     """A rule of `verify`: its name, its sentence, and a check for each moment that it is asked at.
 
     of a program    form: before anything is executed
-    of an op        the moment of its name, before it changes anything
-    in a compute    crosses: it takes, or gives, so many messages in carry slots; read: the weights; save, load: the
-                    carry; resume: a backward runs on what its forward kept; begin: a forward may begin gradients;
-                    write: a gradient, of one unit
+    of an op        the moment of its name, before it changes anything: for each unit, with the op, or with its slot
+    of a reduction  add: for each unit and its slot, when all of the op's gradients are known to be there
+    in a compute    crosses: it takes, or gives, so many messages in carry slots; read: the weights of a unit; save,
+                    load: the carry; resume: a backward runs on what its forward kept; begin: a forward may begin
+                    gradients; write: a gradient, of one unit
     of any op       take, put: it empties or fills a carry slot
     at the end      end; last: of each slot that the program reads before it gathers into it
     of all stages   pipeline: before anything else; in_form: when all ops are in form; proved: when each is right
@@ -85,39 +95,39 @@ class Rule:
     name: str
     sentence: str
     # of a program
-    form: Callable[[Program], None] | None = None
+    form: OfProgram = None
     # of an op
-    gather: Callable[["Execution", Gather], None] | None = None
-    stash: Callable[["Execution", Stash], None] | None = None
-    forward: Callable[["Execution", Forward], None] | None = None
-    backward: Callable[["Execution", Backward], None] | None = None
-    reduce: Callable[["Execution", Reduce], None] | None = None
-    allreduce: Callable[["Execution", AllReduce], None] | None = None
-    norm: Callable[["Execution", Norm], None] | None = None
-    update: Callable[["Execution", Update], None] | None = None
-    exchange: Callable[["Execution", Exchange], None] | None = None
-    offload: Callable[["Execution", Offload], None] | None = None
-    fetch: Callable[["Execution", Fetch], None] | None = None
-    send: Callable[["Execution", Send], None] | None = None
-    receive: Callable[["Execution", Receive], None] | None = None
+    gather: OfUnit[Gather] = None
+    stash: OfUnit[int] = None
+    forward: Of[Forward] = None
+    backward: Of[Backward] = None
+    reduce: OfUnit[int] = None
+    add: OfUnit[int] = None
+    allreduce: OfUnit[AllReduce] = None
+    norm: Of[Norm] = None
+    update: OfUnit[Update] = None
+    exchange: OfUnit[Exchange] = None
+    fetch: Of[Fetch] = None
+    send: Of[Send] = None
+    receive: Of[Receive] = None
     # in a compute
     crosses: Callable[["Execution", ComputeOp, str, Sequence[Message]], None] | None = None
-    read: Callable[["Execution", ComputeOp], None] | None = None
-    save: Callable[["Execution", Forward], None] | None = None
-    load: Callable[["Execution", Backward], None] | None = None
-    resume: Callable[["Execution", Backward], None] | None = None
-    begin: Callable[["Execution", Forward], None] | None = None
-    write: Callable[["Execution", int, int], None] | None = None
+    read: OfUnit[int] = None
+    save: Of[Forward] = None
+    load: Of[Backward] = None
+    resume: Of[Backward] = None
+    begin: Of[Forward] = None
+    write: OfUnit[int] = None
     # of any op
-    take: Callable[["Execution", int, int | Message], None] | None = None
-    put: Callable[["Execution", int, int | Message], None] | None = None
+    take: OfCarrySlot = None
+    put: OfCarrySlot = None
     # at the end
     end: Callable[["Execution"], None] | None = None
-    last: Callable[["Execution", int, int], None] | None = None
+    last: OfUnit[int] = None
     # of all stages
-    pipeline: Callable[[Program], None] | None = None
-    in_form: Callable[[Program], None] | None = None
-    proved: Callable[[Program], None] | None = None
+    pipeline: OfProgram = None
+    in_form: OfProgram = None
+    proved: OfProgram = None
 
 
 Checks = Mapping[str, Sequence[tuple[str, Callable[..., None]]]]
@@ -127,9 +137,13 @@ Checks = Mapping[str, Sequence[tuple[str, Callable[..., None]]]]
 def by_moment(rules: Sequence[Rule]) -> Checks:
     """Returns the checks of `rules`, by the moment at which they are asked."""
     moments = [field.name for field in fields(Rule)][2:]
-    return {
-        moment: [(rule.name, getattr(rule, moment)) for rule in rules if getattr(rule, moment)] for moment in moments
-    }
+    found: dict[str, list[tuple[str, Callable[..., None]]]] = {moment: [] for moment in moments}
+    for rule in rules:
+        for moment in moments:
+            check = getattr(rule, moment)
+            if check is not None:
+                found[moment].append((rule.name, check))
+    return found
 
 
 # ---- The execution.
@@ -141,8 +155,8 @@ class Execution:
     needed: unit -> the contributions to its gradient
     shared: the units that this stage trains together with others; carried: see `Program`
     at: index of the op being executed, -1 at the end; done: number of computes executed
-    slots, grads, activations: contents of weight, gradient and carry slots; host: of the host's buffers, by visit;
-        secondary: unit -> op that stashed it
+    slots, grads, activations: contents of weight, gradient and carry slots; host: visits whose carry is on the
+        host; secondary: unit -> op that stashed it
     saved, graphs: (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
     reduced: contribution -> op; summed, joined: unit -> op that summed its gradient over replicas, over stages
     trained: units of which a compute has written a gradient, or begun one
@@ -164,17 +178,16 @@ class Execution:
         self.has_updates = program.has_updates
         self.shared = self.trace.shared
         self.needed: dict[int, list[Contribution]] = {}
-        written = ("backward", "weights")
-        for visit, microbatch in sorted((c.visit, c.microbatch) for c in self.trace.order if c.kind in written):
-            for unit in self.trace.visits[visit].trained:
-                self.needed.setdefault(unit, []).append((visit, microbatch, unit))
+        for now in sorted(self.trace.order, key=lambda now: (now.visit, now.microbatch)):
+            for unit in writes_of(now, self.trace):
+                self.needed.setdefault(unit, []).append((now.visit, now.microbatch, unit))
         self.carried = program.carried()
         # contents of buffers
         self.slots = {slot: Weights(unit, 0, -1) for slot, unit in self.carried.items()}
         self.secondary: dict[int, int] = {}
         self.grads: dict[int, Gradient] = {}
         self.activations: dict[int, Activation] = {}
-        self.host: dict[int, Activation] = {}
+        self.host: set[int] = set()
         # what has been done
         self.saved: dict[tuple[int, int], int] = {}
         self.graphs: dict[tuple[int, int], tuple[int, tuple[int, ...]]] = {}
@@ -191,15 +204,15 @@ class Execution:
         """Executes the program. Raises Refused where a rule refuses."""
         for at, op in enumerate(self.ops):
             self.at = at
-            name = type(op).__name__.lower()
-            self._ask(name, op)
-            getattr(self, f"_{name}")(op)
+            execute = getattr(self, f"_{type(op).__name__.lower()}")
+            execute(op)
         self.at = -1
         self._ask("end")
         for slot, unit in self.carried.items():
-            self._ask("last", slot, unit)
+            self._ask("last", unit, slot)
 
     def _ask(self, moment: str, *what: object) -> None:
+        """Asks the rules that have a check for a moment, in their order. what: the check is given"""
         for rule, check in self._checks[moment]:
             self._rule = rule
             check(self, *what)
@@ -222,16 +235,20 @@ class Execution:
         return max((at for (_, _, other), at in self.reduced.items() if other == unit), default=None)
 
     def unit(self, unit: int) -> str:
+        """Returns the name of a unit."""
         return self.trace.units[unit].name
 
     def visit(self, visit: int) -> str:
+        """Returns the name of a visit."""
         return self.trace.visits[visit].name
 
     # ---- computes
 
     def _forward(self, op: Forward) -> None:
-        self._compute(op)
-        self._ask("read", op)
+        self._ask("forward", op)
+        self.done += 1
+        self._cross(op, "takes")
+        self._read(op)
         self.graphs[op.visit, op.microbatch] = self.at, op.slots if op.keep else ()
         if op.carry_slot is not None:
             self._ask("save", op)
@@ -243,50 +260,69 @@ class Execution:
             self.trained.update(self.trace.visits[op.visit].trained)
 
     def _backward(self, op: Backward) -> None:
-        self._compute(op)
+        self._ask("backward", op)
+        self.done += 1
+        self._cross(op, "takes")
         if op.half != "weights":
-            self._ask("read", op)
+            self._read(op)
             self._ask("load", op)
             self.saved.pop((op.visit, op.microbatch), None)
             if op.carry_slot is not None:
                 self._take(op.carry_slot, op.visit)
             self._ask("resume", op)
         if op.half != "inputs":
-            for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
-                self._ask("write", unit, slot)
-                before = self.grads[slot].contributions if slot in self.grads else ()
-                self.grads[slot] = Gradient(unit, self.at, (*before, (op.visit, op.microbatch, unit)))
-                self.trained.add(unit)
+            self._write(op)
         self._cross(op, "gives")
 
-    def _compute(self, op: ComputeOp) -> None:
-        self.done += 1
-        self._cross(op, "takes")
+    def _read(self, op: ComputeOp) -> None:
+        """Reads the weights of a compute."""
+        for unit, slot in zip(self.trace.visits[op.visit].units, op.slots, strict=True):
+            self._ask("read", unit, slot)
+
+    def _write(self, op: Backward) -> None:
+        """Adds the contributions of a backward to its gradient slots."""
+        for unit, slot in zip(self.trace.visits[op.visit].trained, op.grad_slots, strict=True):
+            self._ask("write", unit, slot)
+            before = self.grads[slot].contributions if slot in self.grads else ()
+            self.grads[slot] = Gradient(unit, self.at, (*before, (op.visit, op.microbatch, unit)))
+            self.trained.add(unit)
 
     def _cross(self, op: ComputeOp, way: Literal["takes", "gives"]) -> None:
+        """Takes the messages of a compute from its carry slots, or gives them."""
         split = self.trace.split
-        messages = () if split is None else getattr(split, way)(kind_of(op), op.visit, op.microbatch)
+        messages: Sequence[Message] = ()
+        if split is not None:
+            messages = getattr(split, way)(kind_of(op), op.visit, op.microbatch)
         self._ask("crosses", op, way, messages)
+        change = self._take if way == "takes" else self._put
         for slot, message in zip(getattr(op, way), messages, strict=True):
-            (self._take if way == "takes" else self._put)(slot, message)
+            change(slot, message)
 
     # ---- weights
 
     def _gather(self, op: Gather) -> None:
         for unit, slot in zip(op.units, op.slots, strict=True):
+            self._ask("gather", unit, op)
             self.slots[slot] = Weights(unit, int(unit in self.updated), self.at)
 
     def _stash(self, op: Stash) -> None:
-        self.secondary.update(dict.fromkeys(op.units, self.at))
+        for unit, slot in zip(op.units, op.slots, strict=True):
+            self._ask("stash", unit, slot)
+            self.secondary[unit] = self.at
 
     # ---- gradients
 
     def _reduce(self, op: Reduce) -> None:
+        for moment in ("reduce", "add"):
+            for unit, slot in zip(op.units, op.grad_slots, strict=True):
+                self._ask(moment, unit, slot)
         for slot in op.grad_slots:
-            self.reduced.update(dict.fromkeys(self.grads.pop(slot).contributions, self.at))
+            for contribution in self.grads.pop(slot).contributions:
+                self.reduced[contribution] = self.at
 
     def _allreduce(self, op: AllReduce) -> None:
         for unit in op.units:
+            self._ask("allreduce", unit, op)
             if op.over == "stages":
                 self.joined[unit] = self.at
             elif self.sums(unit):
@@ -295,10 +331,12 @@ class Execution:
     # ---- the optimizer
 
     def _norm(self, op: Norm) -> None:
+        self._ask("norm", op)
         self.norm = self.at
 
     def _update(self, op: Update) -> None:
         for unit in op.units:
+            self._ask("update", unit, op)
             self.turns[unit] = 2 * op.part + 1
             self.begun.setdefault(unit, self.at)
             if op.part + 1 == self.trace.parts(unit):
@@ -306,28 +344,34 @@ class Execution:
 
     def _exchange(self, op: Exchange) -> None:
         for unit in op.units:
+            self._ask("exchange", unit, op)
             self.turns[unit] = 2 * op.part + 2
 
     # ---- carry slots
 
     def _offload(self, op: Offload) -> None:
         self._take(op.carry_slot, op.visit)
-        self.host[op.visit] = Activation(op.visit, self.at)
+        self.host.add(op.visit)
 
     def _fetch(self, op: Fetch) -> None:
-        del self.host[op.visit]
+        self._ask("fetch", op)
+        self.host.remove(op.visit)
         self._put(op.carry_slot, op.visit)
 
     def _send(self, op: Send) -> None:
+        self._ask("send", op)
         self._take(op.carry_slot, op.message)
 
     def _receive(self, op: Receive) -> None:
+        self._ask("receive", op)
         self._put(op.carry_slot, op.message)
 
     def _take(self, slot: int, what: int | Message) -> None:
+        """Empties a carry slot."""
         self._ask("take", slot, what)
         del self.activations[slot]
 
     def _put(self, slot: int, what: int | Message) -> None:
+        """Fills a carry slot."""
         self._ask("put", slot, what)
         self.activations[slot] = Activation(what, self.at)

@@ -13,15 +13,22 @@ from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import refusal
 from yafsdp_fn.util.schema import kinds
 
+
+def _is_int(value: Any) -> bool:
+    """Returns whether it is a number: True is none."""
+    return type(value) is int
+
+
+def _are_ints(value: Any) -> bool:
+    return isinstance(value, tuple) and all(map(_is_int, value))
+
+
 _NUMBER = "expected the number of a {}"
 _FITS: dict[Any, tuple[Callable[[Any], bool], str]] = {
-    int: (lambda value: type(value) is int, _NUMBER),
-    int | None: (lambda value: value is None or type(value) is int, _NUMBER),
+    int: (_is_int, _NUMBER),
+    int | None: (lambda value: value is None or _is_int(value), _NUMBER),
     bool: (lambda value: type(value) is bool, "expected True or False"),
-    tuple[int, ...]: (
-        lambda value: isinstance(value, tuple) and all(type(item) is int for item in value),
-        "expected a tuple of ints, such as (0,)",
-    ),
+    tuple[int, ...]: (_are_ints, "expected a tuple of ints, such as (0,)"),
 }
 """Annotation -> whether a value fits, and what was expected. A list of units would not compare, a number not count."""
 
@@ -38,24 +45,30 @@ _LITERALS = {
 def check_form(program: Program) -> None:
     """Raises Refused for the first op that is not in form."""
     for at, op in enumerate(program.ops):
-        if (why := _wrong_op(op, program.trace)) is not None:
+        why = _wrong_op(op, program.trace)
+        if why is not None:
             raise refusal(program, "form", at, why, None, None)
 
 
 def _wrong_op(op: Op, trace: Trace) -> str | None:
+    """Returns what is wrong with an op, its types first: what is asked later needs them right."""
     if not isinstance(op, OPS):
         peer = hasattr(op, "stream")
         return "a peer's copy, which simulate and Plan.of take and no step runs" if peer else "not an op of a program"
-    if (why := _mistyped(op)) is not None:
-        return why
-    # stages
+    return _mistyped(op) or _impossible(op, trace) or _mispaired(op, trace)
+
+
+def _impossible(op: Op, trace: Trace) -> str | None:
+    """Returns why there can be no such op in a step: what it names is not there, or does not go together."""
     fields = op._asdict()
+    # stages
     if isinstance(op, AllReduce) and op.over == "stages" and len(op.units) > 1:
         return f"units {op.units}: stages share units one by one"
-    if isinstance(op, MessageOp) and trace.split is None:
-        return "the trace has no pipeline stages"
-    if isinstance(op, MessageOp) and trace.split and not 0 <= op.flow < len(trace.split.flows):
-        return f"there are flows 0 to {len(trace.split.flows) - 1}"
+    if isinstance(op, MessageOp):
+        if trace.split is None:
+            return "the trace has no pipeline stages"
+        if not 0 <= op.flow < len(trace.split.flows):
+            return f"there are flows 0 to {len(trace.split.flows) - 1}"
     # visits, and what their ops may have
     if "visit" in fields and not 0 <= fields["visit"] < len(trace.visits):
         return f"there are visits 0 to {len(trace.visits) - 1}"
@@ -65,7 +78,11 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
         return "it names no unit; leave the op out"
     if isinstance(op, Backward) and op.half == "weights" and op.carry_slot is not None:
         return "the gradients of weights need no carry: the half before them has read it"
-    # units, and their slots
+    return None
+
+
+def _mispaired(op: Op, trace: Trace) -> str | None:
+    """Returns why units of an op cannot be, or do not go with its slots."""
     for units, slots in _pairs(op, trace):
         if any(not 0 <= unit < len(trace.units) for unit in units):
             return f"the trace has units 0 to {len(trace.units) - 1}"
@@ -88,20 +105,23 @@ def _wrong_op(op: Op, trace: Trace) -> str | None:
 def _pairs(op: Any, trace: Trace) -> Iterator[tuple[tuple[int, ...], tuple[int, ...] | None]]:
     """Yields units, and the slots that go with them, if any do."""
     half = op.half if isinstance(op, Backward) else "both"
-    of_units = [(field, use.kind) for field, use in slot_fields(op) if use.kind != "carry slot"]
-    for field, kind in of_units:
+    without = {"weights": "slot", "inputs": "grad slot"}.get(half)  # slots that the half of a backward has not
+    several = False
+    for field, (kind, _) in slot_fields(op):
+        if kind == "carry slot":
+            continue
+        several = True
         units = trace.units_of(op)
         if hasattr(op, "visit") and kind == "grad slot":
             units = trace.visits[op.visit].trained
-        if half == ("weights" if kind == "slot" else "inputs"):  # which has no such slots
-            units = ()
         if field != "early" or op.early:
-            yield units, getattr(op, field)
-    if not of_units:
+            yield () if kind == without else units, getattr(op, field)
+    if not several:
         yield getattr(op, "units", ()), None
 
 
 def _mistyped(op: Op) -> str | None:
+    """Returns the first field whose value is not of its annotation, or numbers slots that cannot be."""
     kind: Any = type(op)
     for field, fits, expected in _fields(kind):
         value = getattr(op, field)
@@ -119,7 +139,8 @@ def _fields(op: Any) -> list[tuple[str, Callable[[Any], bool], str]]:
     """Returns the fields of a kind of op, each with a test by its annotation, and what is expected in words."""
     out = []
     for field, kind in kinds(op).items():
-        of = get_args(kind)
-        fits, expected = _FITS.get(kind, (of.__contains__, _LITERALS.get(field, f"expected one of {of}")))
+        literals = get_args(kind)
+        words = _LITERALS.get(field, f"expected one of {literals}")
+        fits, expected = _FITS.get(kind, (literals.__contains__, words))
         out.append((field, fits, expected.format(field.replace("_", " "))))
     return out

@@ -44,6 +44,7 @@ def wrong_calls(split: Split, rows: Sequence[Sequence[Call]], microbatches: int,
 
 
 def _wrong(split: Split, stage: int, call: Call, microbatches: int, trains: bool, done: set[Call]) -> str | None:
+    """Returns what is wrong with a call, if anything. done: calls of the stage before it"""
     # is there such a call, here?
     kind, segment, microbatch = call
     if kind not in BEFORE:
@@ -70,20 +71,23 @@ def _wrong(split: Split, stage: int, call: Call, microbatches: int, trains: bool
 
 
 def _missing(split: Split, stage: int, microbatches: int, trains: bool, done: set[Call]) -> Iterator[Wrong]:
-    for segment in split.of(stage):
-        for microbatch in range(microbatches):
-            forward = Call("forward", segment, microbatch)
-            whole, inputs, weights = (forward._replace(kind=kind) for kind in ("backward", "inputs", "weights"))
-            if forward not in done:
-                yield Wrong(stage, None, f"no {in_words(forward)}")
-            if trains and whole not in done and weights not in done:
-                yield Wrong(stage, None, f"no {in_words(weights if inputs in done else whole)}")
+    """Yields the calls that a stage's row lacks. done: those that it has"""
+    for segment, microbatch in itertools.product(split.of(stage), range(microbatches)):
+        forward = Call("forward", segment, microbatch)
+        backward = forward._replace(kind="backward")
+        weights = forward._replace(kind="weights")
+        if forward not in done:
+            yield Wrong(stage, None, f"no {in_words(forward)}")
+        if trains and backward not in done and weights not in done:
+            begun = forward._replace(kind="inputs") in done
+            yield Wrong(stage, None, f"no {in_words(weights if begun else backward)}")
 
 
 def in_words(call: Call) -> str:
+    """Returns a call in words: `backward of inputs of segment 1, microbatch 0`."""
     kind, segment, microbatch = call
-    half = f" of {kind}" if kind in ("inputs", "weights") else ""
-    return f"{'backward' if half else kind}{half} of segment {segment}, microbatch {microbatch}"
+    what = f"backward of {kind}" if kind in ("inputs", "weights") else kind
+    return f"{what} of segment {segment}, microbatch {microbatch}"
 
 
 # ---- Checks the rules `stages`, `calls` and `match`, and that all stages take part in the optimizer's step.
@@ -94,6 +98,7 @@ def in_words(call: Call) -> str:
 
 
 def split_of(pipeline: Program) -> Split:
+    """Returns the cut of a pipeline that `a_program_each` has accepted."""
     assert pipeline.trace.split is not None, "a_program_each"
     return pipeline.trace.split
 
@@ -113,11 +118,12 @@ def a_program_each(pipeline: Program) -> None:
         )
         raise Refused("stages", -1, f"rule 'stages': {why}")
     # stages sum the gradients of what they share: none may be left out
-    holders: dict[int, list[int]] = {}
-    for stage in range(split.stages):
-        for unit in sorted(units_of(pipeline.trace, stage)):
-            holders.setdefault(unit, []).append(stage)
-    shared = {unit: tuple(stages) for unit, stages in sorted(holders.items()) if len(stages) > 1}
+    held = [units_of(pipeline.trace, stage) for stage in range(split.stages)]
+    shared: dict[int, tuple[int, ...]] = {}
+    for unit in range(len(pipeline.trace.units)):
+        holders = tuple(stage for stage, units in enumerate(held) if unit in units)
+        if len(holders) > 1:
+            shared[unit] = holders
     if shared != dict(split.shared):
         why = f"stages share units {shared}, the split says {dict(split.shared)}"
         raise Refused("stages", -1, f"rule 'stages': {why}; let `cut` make it")
@@ -127,8 +133,10 @@ def a_program_each(pipeline: Program) -> None:
 
 
 def once_each_way(pipeline: Program) -> None:
+    """Checks that the computes of each stage are calls, and that these are a step."""
     split = split_of(pipeline)
-    check_calls(pipeline.trace, split, [list(calls_of(split, *each)) for each in enumerate(pipeline.by_stage)])
+    rows = [list(calls_of(split, stage, program)) for stage, program in enumerate(pipeline.by_stage)]
+    check_calls(pipeline.trace, split, rows)
 
 
 def check_calls(trace: Trace, split: Split, rows: Sequence[Sequence[Call]]) -> None:
@@ -144,13 +152,19 @@ def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
     at = 0
     while at < len(order):
         kind, visit, microbatch, _ = order[at]
-        first, end = next((ends for ends in split.segments if ends[0] <= visit < ends[1]), (visit, visit + 1))
-        visits = range(first, end) if kind == "forward" else range(end - 1, first - 1, -1)
+        # the segment that it begins
+        segment = -1
+        visits = range(visit, visit + 1)
+        for number in range(len(split.segments)):
+            if visit in split.visits(number):
+                segment = number
+                visits = split.visits(number)
+        # all of it follows
+        turn = visits if kind == "forward" else reversed(visits)
         found = [compute[:3] for compute in order[at : at + len(visits)]]
-        if found != [(kind, number, microbatch) for number in visits]:
+        if found != [(kind, number, microbatch) for number in turn]:
             why = f"visits {min(visits)} to {max(visits)} are one segment, but its computes do not follow each other"
             raise refusal_on(stage, "calls", why, f"compute {at} ({kind} of visit {visit}): ")
-        segment = next((number for number, ends in enumerate(split.segments) if ends == (first, end)), -1)
         yield Call(kind, segment, microbatch)
         at += len(visits)
 
@@ -160,48 +174,61 @@ def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
 
 def all_or_none_update(pipeline: Program) -> None:
     """Checks that no stage takes the optimizer's step alone, which is one."""
-    trained = [(stage, program) for stage, program in enumerate(pipeline.by_stage) if program.trace.trained]
-    found = {stage: program.has_updates for stage, program in trained}
-    if len(set(found.values())) > 1:
-        alone = next(stage for stage in found if found[stage])
-        other = next(stage for stage in found if not found[stage])
-        why = f"stage {alone} updates its units inside its program, stage {other} does not"
-        raise refusal_on(other, "update", why)
+    updates: list[int] = []
+    others: list[int] = []
+    for stage, program in enumerate(pipeline.by_stage):
+        if program.trace.trained:
+            kind = updates if program.has_updates else others
+            kind.append(stage)
+    if updates and others:
+        why = f"stage {updates[0]} updates its units inside its program, stage {others[0]} does not"
+        raise refusal_on(others[0], "update", why)
 
 
 # ---- messages
 
+Messages = list[tuple[int, MessageOp]]
+"""Messages in their order, each with the number of its op."""
+
 
 def sent_is_received(pipeline: Program) -> None:
+    """Checks that the messages between any two stages are sent and received in one order."""
     split = split_of(pipeline)
-    sent, received = (_messages(pipeline, split, kind) for kind in (Send, Receive))
+    sent = _messages(pipeline, split, Send)
+    received = _messages(pipeline, split, Receive)
     for source, target in itertools.product(range(split.stages), repeat=2):
         here = sent[source, target]
         there = received[source, target]
-        for number, (mine, theirs) in enumerate(itertools.zip_longest(here, there)):
-            if mine and theirs and mine[1].message == theirs[1].message:
-                continue
-            # one side has another message, or none
-            if theirs is None:
-                why = f"stage {target} never receives it"
-            elif mine is None:
-                why = f"stage {source} never sends it"
-            else:
-                what = f"op {theirs[0]} ({describe(theirs[1], pipeline.trace)})"
-                why = f"message {number} from stage {source} to {target} is another one there: {what}"
-            stage, (at, op) = (source, mine) if mine else (target, theirs)
-            sides = (source, [at for at, _ in here], number), (target, [at for at, _ in there], number)
-            drawn = f"    messages from stage {source} to stage {target}:\n{beside(pipeline, *sides)}"
-            raise refusal_on(stage, "match", f"{why}\n{drawn}", f"op {at} ({describe(op, pipeline.trace)}): ", at)
+        number = _first_apart(here, there)
+        if number is None:
+            continue
+        stage, side = (source, here) if number < len(here) else (target, there)
+        at, op = side[number]
+        if number == len(here):
+            why = f"stage {source} never sends it"
+        elif number == len(there):
+            why = f"stage {target} never receives it"
+        else:
+            other = f"op {there[number][0]} ({describe(there[number][1], pipeline.trace)})"
+            why = f"message {number} from stage {source} to {target} is another one there: {other}"
+        columns = [(source, [at for at, _ in here], number), (target, [at for at, _ in there], number)]
+        drawn = f"    messages from stage {source} to stage {target}:\n{beside(pipeline, *columns)}"
+        raise refusal_on(stage, "match", f"{why}\n{drawn}", f"op {at} ({describe(op, pipeline.trace)}): ", at)
 
 
-_Messages = defaultdict[tuple[int, int], list[tuple[int, MessageOp]]]
-"""(source, target) -> messages in their order, each with the number of its op."""
+def _first_apart(here: Messages, there: Messages) -> int | None:
+    """Returns the number of the first message that is another one on the other side, or is not there."""
+    for number, ((_, mine), (_, theirs)) in enumerate(zip(here, there, strict=False)):
+        if mine.message != theirs.message:
+            return number
+    return None if len(here) == len(there) else min(len(here), len(there))
 
 
-def _messages(pipeline: Program, split: Split, kind: type[Send] | type[Receive]) -> _Messages:
-    """Returns the messages that stages send, or that they receive, by their ends."""
-    found: _Messages = defaultdict(list)
+def _messages(
+    pipeline: Program, split: Split, kind: type[Send] | type[Receive]
+) -> defaultdict[tuple[int, int], Messages]:
+    """Returns (source, target) -> the messages that stages send, or that they receive."""
+    found: defaultdict[tuple[int, int], Messages] = defaultdict(list)
     for ops in pipeline.stages:
         for at, op in enumerate(ops):
             if isinstance(op, MessageOp) and isinstance(op, kind):
@@ -219,20 +246,27 @@ Side = tuple[int, Sequence[int], int]
 
 
 def beside(pipeline: Program, left: Side, right: Side) -> str:
-    columns = [_column(pipeline, side) for side in (left, right)]
-    width = max(map(len, columns[0]))
-    middle = ["    "] * (AROUND + 1) + ["<-->"] + ["    "] * AROUND
-    rows = [
-        f"    {a.ljust(width)} {mark} {b}".rstrip() for a, mark, b in zip(columns[0], middle, columns[1], strict=True)
-    ]
-    return "\n".join(row for row in rows if row)
+    """Draws the ops around two that do not fit, in a column for each stage."""
+    here = _column(pipeline, left)
+    there = _column(pipeline, right)
+    width = max(map(len, here))
+    lines: list[str] = []
+    for row, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        mark = "<-->" if row == AROUND + 1 else "    "  # below the names of the stages
+        line = f"    {mine.ljust(width)} {mark} {theirs}".rstrip()
+        if line:
+            lines.append(line)
+    return "\n".join(lines)
 
 
 def _column(pipeline: Program, side: Side) -> list[str]:
+    """Returns the ops around one, a line each, below the name of their stage."""
     stage, ops, mark = side
     lines = [f"stage {stage}"]
     for place in range(mark - AROUND, mark + AROUND + 1):
-        at = ops[place] if 0 <= place < len(ops) else None
-        words = "" if at is None else f"op {at:<3}  {describe(pipeline.stages[stage][at], pipeline.trace)}"
-        lines.append(words or ("nothing" if place == mark else ""))
+        if 0 <= place < len(ops):
+            at = ops[place]
+            lines.append(f"op {at:<3}  {describe(pipeline.stages[stage][at], pipeline.trace)}")
+        else:
+            lines.append("nothing" if place == mark else "")
     return lines

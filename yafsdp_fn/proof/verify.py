@@ -205,6 +205,7 @@ def verify(program: Program) -> Program:
 
 
 def _verify_stages(program: Program) -> None:
+    """Proves each stage by itself, and all together."""
     _ask("pipeline", program)
     for stage, ops in enumerate(program.stages):
         with _named(stage):
@@ -218,6 +219,7 @@ def _verify_stages(program: Program) -> None:
 
 @contextmanager
 def _named(stage: int) -> Iterator[None]:
+    """Names the stage in refusals."""
     try:
         yield
     except Refused as refused:
@@ -225,5 +227,6 @@ def _named(stage: int) -> Iterator[None]:
 
 
 def _ask(moment: str, what: Program) -> None:
+    """Asks the rules of a moment of whole programs."""
     for _, check in _CHECKS[moment]:
         check(what)

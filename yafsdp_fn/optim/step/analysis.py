@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 from yafsdp_fn.optim.base import GradientTransformation, Stage, State, name, stages
 from yafsdp_fn.optim.in_format import inside
 from yafsdp_fn.optim.leafwise import Leafwise
-from yafsdp_fn.optim.partition import Partition, restricted
+from yafsdp_fn.optim.partition import Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
-from yafsdp_fn.params.leaf_mask import LeafRule
+from yafsdp_fn.params.leaf_mask import LeafRule, restricted
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
 

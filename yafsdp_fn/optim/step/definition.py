@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
 from yafsdp_fn.optim.cutting import GLOBAL, Cutter, Host, UnitTree
 from yafsdp_fn.optim.leaf_exchange import Messages
-from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
+from yafsdp_fn.optim.leafwise import GroupPlan, Leafwise, at_owners, plan
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
@@ -88,11 +88,13 @@ class Definition:
     """
 
     def __init__(self, lane: Lane) -> None:
-        self.lane, params, chosen = lane, lane.params, lane.chosen
-        found = handles(params)
-        self._masks = None if chosen is None else _masks(chosen, params)
-        rules = [(id(tx), tx.rule) for tx, _ in lane.stages if isinstance(tx.rule, Leafwise) and lane.units]
-        self._plans = {number: plan(rule, found) for number, rule in rules}
+        self.lane = lane
+        self._masks = None if lane.chosen is None else _masks(lane.chosen, lane.params)
+        self._plans: dict[tuple[int, int], GroupPlan] = {}  # (rule, unit) -> that of the unit's group
+        for tx, _ in lane.stages:
+            if isinstance(tx.rule, Leafwise) and lane.units:
+                for of_group in plan(tx.rule, handles(lane.params)).values():
+                    self._plans.update({(id(tx), unit): of_group for unit in of_group.owners})
         states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
         self._cut: list[UnitTree] = []
@@ -104,27 +106,37 @@ class Definition:
 
         Leaves of one unit travel to owners and back between two of them; those of all do inside the update.
         """
-        units, parts = call.units, call.parts
+        units = call.units
+        messages_left = call.parts - 1
         params, grads, copies, masks, *states = self._trees(call)
         # before the first write, which ends the generation that the handles are of
-        leaves, copied = optree.tree_leaves(params), optree.tree_leaves(copies)
-        updates = grads if call.scale is None else optree.tree_map(lambda g: (g / call.scale).to(g.dtype), grads)
+        leaves = optree.tree_leaves(params)
+        copied = optree.tree_leaves(copies)
+        # what the rules see: of leaves that take no step, zeros
+        updates = grads
+        if call.scale is not None:
+            updates = optree.tree_map(lambda g: (g / call.scale).to(g.dtype), grads)
         seen = params
         if masks is not None:
-            updates, seen = (optree.tree_map(lambda m, x: torch.where(m, x, 0), masks, t) for t in (updates, params))
+            updates = optree.tree_map(_where, masks, updates)
+            seen = optree.tree_map(_where, masks, params)
+        # the rules, one after the other
         pairs: list[tuple[Tensor, Tensor]] = []
         for (tx, _), kept in zip(self.lane.stages, states, strict=True):
-            # between parts, the rows of what is on the host may hold the states of other units
-            state = optree.tree_map(torch.clone, kept) if call.parts > 1 and self.lane.host else kept
+            state = kept
+            if call.parts > 1 and self.lane.host:
+                # between parts, the rows of what is on the host may hold the states of other units
+                state = optree.tree_map(torch.clone, kept)
             if isinstance(tx.rule, Leafwise) and units:
                 updates, after = yield from self._at_owners(tx.rule, id(tx), updates, state, seen, units)
-                parts -= 2
+                messages_left -= 2
             else:
                 updates, after = checked_update(tx, updates, state, seen)
             pairs += _pairs(f"the state of {name(tx)}", kept, after)
-        for _ in range(1, parts):
+        for _ in range(messages_left):
             yield []
-        new = apply_updates(params, updates)  # now: other lanes have written their elements of these rows
+        # the write, now: other lanes have written their elements of these rows
+        new = apply_updates(params, updates)
         if masks is not None:
             new = optree.tree_map(torch.where, masks, new, params)
         own = []
@@ -141,24 +153,26 @@ class Definition:
         self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
         (unit,) = units
-        of_group = next(of for of in self._plans[number].values() if unit in of.owners)
+        of_group = self._plans[number, unit]
         (row,), spec = optree.tree_flatten(updates)
         states, of_state = optree.tree_flatten(state)
-        (weights,) = optree.tree_leaves(params) if rule.params else (None,)
-        of_unit = states[0] if states else None
+        weights = optree.tree_leaves(params)[0] if rule.params else None
         ranks = handles(self.lane.params)[0].owner.comms
-        row, kept = yield from at_owners(rule, of_group, unit, ranks, row, of_unit, weights)
-        return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, [] if kept is None else [kept])
+        row, kept = yield from at_owners(rule, of_group, unit, ranks, row, states[0] if states else None, weights)
+        after = [] if kept is None else [kept]
+        return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, after)
 
     def _trees(self, call: StepCall) -> list[Tree]:
         """Returns parameters, gradients, copies, masks and the states of the stages, of the units of a call."""
         lane = self.lane
-        trees = [lane.params, lane.grads, lane.copies, self._masks, *(state for _, state in lane.stages)]
+        called = ["params", "the gradients", "the copies", "masks"]
+        trees = [lane.params, lane.grads, lane.copies, self._masks]
+        for tx, state in lane.stages:
+            called.append(f"the state of {name(tx)}")
+            trees.append(state)
         if call.cutter is None or call.units is None:
             return trees
         if not self._cut:
-            of_states = [f"the state of {name(tx)}" for tx, _ in lane.stages]
-            called = ["params", "the gradients", "the copies", "masks", *of_states]
             self._cut = [call.cutter.cut(what, tree, lane.host) for what, tree in zip(called, trees, strict=True)]
         return [tree.of(call.units) for tree in self._cut]
 
@@ -176,12 +190,20 @@ class Definition:
     def finish(self, found_inf: Scalar) -> None:
         """Ends a step, after all units have taken it: shared values are written."""
         write([(self._shared[key], new) for key, new in self._new.items()], found_inf)
-        self._new, self._compared = {}, True
+        self._new = {}
+        self._compared = True
+
+
+def _where(mask: Tensor, leaf: Tensor) -> Tensor:
+    return torch.where(mask, leaf, 0)
 
 
 def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
     """Returns a tree of bools like `params`, None if all leaves are chosen: those of a plain tree are."""
-    groups = [(handle.entry, group) for handle in handles(params) for _, group, _ in handle.group_leaves()]
-    if all(passes for entry, group in groups for passes in by_leaf(chosen, entry, group)):
+    passes: list[bool] = []
+    for handle in handles(params):
+        for _, group, _ in handle.group_leaves():
+            passes += by_leaf(chosen, handle.entry, group)
+    if all(passes):
         return None
     return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)

@@ -102,7 +102,8 @@ class FusedSteps:
         for accessor, node in handles_and_leaves(self.lane.params):
             if not isinstance(node, Sharded):
                 decays = self._decays(dotted(accessor), plain_param(accessor, node))
-                out[len(out)] = _split([(decays, node.numel())], next(columns))
+                leaves = list(next(columns))
+                out[len(out)] = [] if decays is None else [RowStretch(decays, leaves)]
                 continue
             for _, group, leaf in node.group_leaves():
                 runs = row_runs(self._decays, node, group, leaf.shape[-1])
@@ -126,10 +127,9 @@ class FusedSteps:
                 state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
-def _split(runs: Runs, leaves: Sequence[Tensor]) -> list[RowStretch]:
-    """Splits a row, or a plain leaf."""
-    lengths = [length for _, length in runs]
-    pieces = [[leaf] if len(runs) == 1 else leaf.split(lengths) for leaf in leaves]  # type: ignore[no-untyped-call]
+def _split(runs: Runs, rows: Sequence[Tensor]) -> list[RowStretch]:
+    """Splits a row of each column."""
+    pieces = [torch.split(row, [length for _, length in runs]) for row in rows]
     of_runs = zip(runs, zip(*pieces, strict=True), strict=True)
     return [RowStretch(decays, list(piece)) for (decays, _), piece in of_runs if decays is not None]
 

@@ -43,20 +43,25 @@ class Fusion(NamedTuple):
         It reads raw memory of parameters and moments, of one dtype, in one order.
         """
         spec = optree.tree_structure(lane.params)
-        trees = [lane.params, lane.grads, *self.moments, *([] if lane.copies is None else [lane.copies])]
+        trees = [lane.params, lane.grads, *self.moments]
+        if lane.copies is not None:
+            trees.append(lane.copies)
         columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in trees]  # type: ignore[misc]
-        rows = list(zip(columns[0], *columns[2 : 2 + len(self.moments)], strict=True))
-        leaves = [leaf for row in rows for leaf in row]
-        here = [each for leaf in leaves for each in lane.host.get(id(leaf), [leaf])]
-        if len({(each.device, each.dtype) for each in here}) != 1:
+        kinds: set[tuple[torch.device, torch.dtype]] = set()
+        for param, *moments in zip(columns[0], *columns[2 : 2 + len(self.moments)], strict=True):
+            for leaf in (param, *moments):
+                if not leaf.is_contiguous() or leaf.shape != param.shape:
+                    return None
+                kinds.update((here.device, here.dtype) for here in lane.host.get(id(leaf), [leaf]))
+        if len(kinds) != 1:
             return None
-        kind, dtype = columns[0][0].device.type, columns[0][0].dtype
-        if kind == "cpu":  # in torch 2.13 that of SGD leaves all but the last few elements as they are (issue 191763)
+        ((device, dtype),) = kinds
+        if device.type == "cpu":
+            # in torch 2.13 that of SGD leaves all but the last few elements as they are (issue 191763)
             accepted = self.taken is not None or dtype.itemsize >= 4
         else:  # rates and powers of betas would be in float32
-            accepted = kind == "cuda" and dtype != torch.float64
-        as_it_lies = all(leaf.is_contiguous() and leaf.shape == row[0].shape for row in rows for leaf in row)
-        return columns if accepted and as_it_lies else None
+            accepted = device.type == "cuda" and dtype != torch.float64
+        return columns if accepted else None
 
 
 def recognise(stages: Sequence[Stage]) -> Fusion | None:
