@@ -80,16 +80,14 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     if trace.stage is not None:  # alone, it waits for nobody
         split = split._replace(flows=())
     earliest = _earliest(trace._replace(split=split), split, where)
-    found: dict[str, float] = {}
-    if trace.split is None or trace.stage is not None:
-        found = _StageBound(trace, trace.stage or 0, where, split, earliest, budget).terms()
-    else:
-        for stage in range(split.stages):
-            for name, seconds in _StageBound(trace, stage, where, split, earliest, budget).terms().items():
-                found[f"{name} of stage {stage}"] = seconds
-    terms = tuple(sorted(found.items(), key=lambda term: -term[1]))
-    by, most = terms[0]
-    return Bound(most, by, terms)
+    whole = trace.split is not None and trace.stage is None
+    found: list[tuple[str, float]] = []
+    for stage in range(split.stages) if whole else [trace.stage or 0]:
+        for name, seconds in _StageBound(trace, stage, where, split, earliest, budget).terms().items():
+            found.append((name + f" of stage {stage}" * whole, seconds))
+    found.sort(key=lambda term: -term[1])
+    by, most = found[0]
+    return Bound(most, by, tuple(found))
 
 
 # ---- One microbatch alone: the longest paths through the calls of its segments.
