@@ -56,6 +56,7 @@ class _Held(dict[tuple[int, int], int]):
 def peak_of(program: Program) -> Peak:
     """Goes through the ops, and counts the memory that is held when each runs, and that it allocates itself."""
     trace = program.trace
+    end = len(program.ops)
     last = len(trace.visits) - 1
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
@@ -65,23 +66,14 @@ def peak_of(program: Program) -> Peak:
     inner = _Held()  # of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
-    def offer(number: int, own: int, logits: bool = False) -> None:
-        held = values.total + inner.total
-        if logits:
-            peaks.append(Peak(number, held, own, grads.total))
-        else:
-            peaks.append(Peak(number, held, 0, grads.total + own))
+    def offer(own: int, visit: int = -1) -> None:
+        logits = own if visit == last else 0
+        peaks.append(Peak(min(number, end), values.total + inner.total, logits, grads.total + own - logits))
 
-    def update(number: int, units: Iterable[int]) -> None:
-        nbytes, elements = trace.optimizer.step
-        numels = [shard_numel(trace, trace.units[unit]) for unit in units]
-        one_by_one = trace.optimizer.block > 1 or trace.optimizer.on_host
-        numel = max(numels, default=0) if one_by_one else sum(numels)
-        offer(number, nbytes * numel // elements)
-
-    for number, op in enumerate(program.ops):
+    after = [] if program.has_updates else after_program(trace.trained, trace.lent)
+    for number, op in enumerate((*program.ops, *after)):
         if isinstance(op, Update):
-            update(number, op.units)
+            offer(_of_update(trace, op.units))
         if not isinstance(op, ComputeOp):
             continue
         m = op.microbatch
@@ -95,17 +87,17 @@ def peak_of(program: Program) -> Peak:
             for value in cost.takes:
                 values.put((m, value.number), value.nbytes)
             # without a graph it needs no more than its backward, which runs it again with more beside it
-            offer(number, cost.peak_bytes if op.keep else given, visit == last)
+            offer(cost.peak_bytes if op.keep else given, visit)
             for value in gives:
                 values.put((m, value.number), value.nbytes)
             graph = cost.inner_bytes * op.keep
             inner.put((m, visit), graph)
-            offer(number, cost.beside_peak_bytes, visit == last)
+            offer(cost.beside_peak_bytes, visit)
             inner.put((m, visit), graph + cost.beside_bytes)
             for name in ended:
                 values.drop((m, name))
         elif op.half == "weights":
-            offer(number, 0)
+            offer(0)
             inner.drop((m, visit))
         else:
             inner.drop((m, visit))
@@ -114,7 +106,7 @@ def peak_of(program: Program) -> Peak:
             own = cost.bwd_peak_bytes
             if visit not in kept[m]:  # its forward runs again first
                 own = max(cost.peak_bytes, given + own)
-            offer(number, own, visit == last)
+            offer(own, visit)
             for value in cost.gives:
                 grads.drop((m, value.number))
             for value in cost.takes:
@@ -124,11 +116,16 @@ def peak_of(program: Program) -> Peak:
                 grads.drop((m, name))
             if op.half == "inputs":
                 inner.put((m, visit), cost.between_bytes)
-    if not program.has_updates:
-        for op in after_program(trace.trained, trace.lent):
-            if isinstance(op, Update):
-                update(len(program.ops), op.units)
     return max(peaks, key=lambda peak: sum(peak[1:]))
+
+
+def _of_update(trace: Trace, units: Iterable[int]) -> int:
+    """Returns the bytes that an update of `units` allocates."""
+    nbytes, elements = trace.optimizer.step
+    numels = [shard_numel(trace, trace.units[unit]) for unit in units]
+    one_by_one = trace.optimizer.block > 1 or trace.optimizer.on_host
+    numel = max(numels, default=0) if one_by_one else sum(numels)
+    return nbytes * numel // elements
 
 
 def _forwards(program: Program, which: Callable[[Forward], bool]) -> list[frozenset[int]]:

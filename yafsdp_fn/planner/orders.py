@@ -136,15 +136,10 @@ class Simulator:
         others = count - 1
         source = [0, *[-m] * others, *[m] * others, 0, *nothing]
         # of each call
-        self.seconds: list[float] = []
-        self.takes: list[float] = []
-        self.delay: list[float] = []
-        self.source: list[int] = []
-        for line in range(3 * count):
-            self.seconds += [seconds[line]] * m
-            self.takes += [takes[line]] * m
-            self.delay += [delay[line]] * m
-            self.source += [source[line]] * m
+        self.seconds = [value for value in seconds for _ in range(m)]
+        self.takes = [value for value in takes for _ in range(m)]
+        self.delay = [value for value in delay for _ in range(m)]
+        self.source = [value for value in source for _ in range(m)]
         self.ends: list[float] = []
         self.causes: list[int] = []
 

@@ -14,6 +14,7 @@ from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.costs import phases_of_compute, seconds_of
 from yafsdp_fn.planner.orders import CallGraph, evaluate
 from yafsdp_fn.planner.plan import DoesNotFit
+from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.planner.space import (
     Choice,
     Mesh,
@@ -22,7 +23,6 @@ from yafsdp_fn.planner.space import (
     alike_on,
     arrangements,
     by_seconds,
-    choice_of,
     fewest,
     last,
     layers,
@@ -211,11 +211,10 @@ def search(
     result = Found(best, tuple(others), default, found[best], where, budget)
     if not synthesize:
         return result
-    step = found[best]
-    several = best.point.order is not None
-    of_step = [choice.point for choice in (best, *others) if found[choice] is step]
-    alike = [point for point in of_step if (point.order is not None) == several]
-    writing = synthesis(step, alike, where, budget, seed)
+    of_step = [choice.point for choice in (best, *others) if found[choice] is result.trace]
+    staged = best.point.order is not None
+    alike = [point for point in of_step if (point.order is not None) == staged]
+    writing = synthesis(result.trace, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 
@@ -359,7 +358,10 @@ class Sweep:
         peak = self._peak(point) if point.order is None else footprint.predict_memory(program).peak_bytes
         if peak > self.budget:
             return Choice(point, math.inf, math.inf, math.inf, peak)
-        return choice_of(point, program, self.cluster, peak)
+        todo = tasks(program, self.cluster)
+        alone = work(program, todo, self.cluster)
+        seconds = run(program, todo, self.cluster).seconds
+        return Choice(point, seconds, alone.compute_s, alone.comm_s, peak)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
