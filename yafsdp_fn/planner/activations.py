@@ -66,14 +66,14 @@ def peak_of(program: Program) -> Peak:
     inner = _Held()  # of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
-    def offer(own: int, visit: int = -1) -> None:
+    def offer(number: int, own: int, visit: int = -1) -> None:
         logits = own if visit == last else 0
         peaks.append(Peak(min(number, end), values.total + inner.total, logits, grads.total + own - logits))
 
     after = [] if program.has_updates else after_program(trace.trained, trace.lent)
     for number, op in enumerate((*program.ops, *after)):
         if isinstance(op, Update):
-            offer(_of_update(trace, op.units))
+            offer(number, _of_update(trace, op.units))
         if not isinstance(op, ComputeOp):
             continue
         m = op.microbatch
@@ -87,17 +87,17 @@ def peak_of(program: Program) -> Peak:
             for value in cost.takes:
                 values.put((m, value.number), value.nbytes)
             # without a graph it needs no more than its backward, which runs it again with more beside it
-            offer(cost.peak_bytes if op.keep else given, visit)
+            offer(number, cost.peak_bytes if op.keep else given, visit)
             for value in gives:
                 values.put((m, value.number), value.nbytes)
             graph = cost.inner_bytes * op.keep
             inner.put((m, visit), graph)
-            offer(cost.beside_peak_bytes, visit)
+            offer(number, cost.beside_peak_bytes, visit)
             inner.put((m, visit), graph + cost.beside_bytes)
             for name in ended:
                 values.drop((m, name))
         elif op.half == "weights":
-            offer(0)
+            offer(number, 0)
             inner.drop((m, visit))
         else:
             inner.drop((m, visit))
@@ -106,7 +106,7 @@ def peak_of(program: Program) -> Peak:
             own = cost.bwd_peak_bytes
             if visit not in kept[m]:  # its forward runs again first
                 own = max(cost.peak_bytes, given + own)
-            offer(own, visit)
+            offer(number, own, visit)
             for value in cost.gives:
                 grads.drop((m, value.number))
             for value in cost.takes:

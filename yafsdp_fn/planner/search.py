@@ -305,7 +305,7 @@ class Sweep:
 
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
-        forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
+        forwards = [phases_of_compute(self.cluster, cost, "fused", forward=True) for cost in costs]
         again = order.microbatches * min(map(seconds_of, forwards), default=0.0)
         found: list[Choice] = []
         for defer in (True, False) if self.defers else (False,):
