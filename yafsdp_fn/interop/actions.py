@@ -83,7 +83,9 @@ def read_rows(given: Any) -> list[list[Action]]:
         raise TypeError(f"from_actions: expected a list of actions for each stage, or a CSV's path, got {given!r:.80}")
     rows: list[list[Action]] = []
     for number, row in enumerate(given):
-        rows.append([action for column, item in enumerate(row) for action in _read(item, number, column)])
+        rows.append([])
+        for column, item in enumerate(row):
+            rows[-1] += _read(item, number, column)
     return rows
 
 
@@ -210,7 +212,10 @@ def _there(actions: Iterable[Action]) -> Iterator[tuple[Action, frozenset[int]]]
 
 def units_of(trace: Trace, segment: int) -> tuple[int, ...]:
     """Returns the units that the visits of a segment use."""
-    return tuple(dict.fromkeys(unit for number in _visits(trace, segment) for unit in trace.visits[number].units))
+    found: dict[int, None] = {}
+    for number in _visits(trace, segment):
+        found |= dict.fromkeys(trace.visits[number].units)
+    return tuple(found)
 
 
 def _visits(trace: Trace, segment: int) -> range:
@@ -332,7 +337,7 @@ def _check_weights(rows: Sequence[Sequence[Action]]) -> None:
 
 
 def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action]]) -> None:
-    trained = {s for s in range(len(split.homes)) if any(trace.visits[number].trained for number in split.visits(s))}
+    trained = {split.segment(visit.id) for visit in trace.visits if visit.trained}
     for row in rows:
         added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
         for action in row:

@@ -163,7 +163,7 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
     they take, to run again. What nobody takes and no graph is known to leave out is held by the visit that gave it."""
     leaving: set[int] = set()  # the last visits of segments whose values go to other stages
     if trace.split is not None:
-        leaving = {end - 1 for n, (_, end) in enumerate(trace.split.segments) if trace.split.leaving(n)}
+        leaving = {trace.split.visits(flow.source)[-1] for flow in trace.split.flows}
     holders: defaultdict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for visit in trace.visits:

@@ -107,12 +107,13 @@ class Memory:
         """None where the peak is within `budget` bytes; else which items are too large, and what would fit."""
         if self.peak_bytes <= budget:
             return None
-        largest = "; ".join(f"{words(name)} {_gib(size)}: {ADVICE[name]}" for name, size in self.largest())
-        text = f"needs {_gib(self.peak_bytes)} on each rank, {_gib(self.peak_bytes - budget)} more than {_gib(budget)}"
+        largest = "; ".join(f"{words(name)} {_sized(size)}: {ADVICE[name]}" for name, size in self.largest())
+        over = _sized(self.peak_bytes - budget)
+        text = f"needs {_sized(self.peak_bytes)} on each rank, {over} more than {_sized(budget)}"
         sharded = sum(getattr(self, name) for name in SHARDED)
         rest = self.peak_bytes - sharded + self.aliased
         if rest >= budget:
-            alone = f"on any number of ranks: all that is not cut over ranks is {_gib(rest)}"
+            alone = f"on any number of ranks: all that is not cut over ranks is {_sized(rest)}"
             return f"{text}, and would not fit {alone}. Largest: {largest}"
         ranks = math.ceil(self.ranks * sharded / (budget - rest))
         return f"{text}. A shard group of {ranks} ranks would fit. Largest: {largest}"
@@ -123,7 +124,7 @@ class Memory:
         rows.append(("peak", peak, f"  at op {self.op}: {self.at}"))
         if self.host:
             rows.append(("on the host", self.host, ""))
-        return "\n".join(f"{name:<15} {_gib(size):>12}{more}" for name, size, more in rows)
+        return "\n".join(f"{name:<15} {_sized(size):>12}{more}" for name, size, more in rows)
 
 
 def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
@@ -307,5 +308,10 @@ def words(item: str) -> str:
     return item.replace("_", " ").replace("grad ", "gradient ")
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Returns bytes as a number of GiB."""
+    return f"{nbytes / 2**30:.1f}"
+
+
+def _sized(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"

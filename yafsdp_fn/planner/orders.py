@@ -235,12 +235,13 @@ def _listed(simulator: Simulator, ahead: float, memory: float) -> list[list[int]
         blocked = False
         for s in own[stage]:
             under_way = done[s] - done[count + s]
-            forward = [s] if done[s] < m and under_way < caps[s] else []
-            backward = [count + s] if under_way else []
-            for line in (*forward, *backward):
+            lines = [s] * (done[s] < m and under_way < caps[s]) + [count + s] * (under_way > 0)
+            for line in lines:
                 code = line * m + done[line]
                 source = simulator.source[code]
-                arrives = ends.get(code + source, math.inf) + simulator.delay[code] if source else 0.0
+                arrives = 0.0
+                if source:
+                    arrives = ends.get(code + source, math.inf) + simulator.delay[code]
                 if arrives > now:
                     soonest = min(soonest, arrives)
                 elif used[stage] + simulator.takes[code] > memory:
@@ -248,9 +249,9 @@ def _listed(simulator: Simulator, ahead: float, memory: float) -> list[list[int]
                 else:
                     best = max(best, line)
         if best < 0:
-            late = max(own[stage], key=lambda s: done[count + s] - done[2 * count + s])
-            pending = done[count + late] > done[2 * count + late]
-            if pending and (blocked or soonest - now >= PATIENCE * calls.weights[late]):
+            waiting = {s: done[count + s] - done[2 * count + s] for s in own[stage]}  # backwards of weights
+            late = max(waiting, key=waiting.__getitem__)
+            if waiting[late] > 0 and (blocked or soonest - now >= PATIENCE * calls.weights[late]):
                 best = 2 * count + late
         if best >= 0:
             code = best * m + done[best]
@@ -357,7 +358,9 @@ class Search:
 
     def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
         """Returns the calls on the critical path of the last run, which was of `rows`, as stages and places."""
-        places = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}
+        places: dict[int, tuple[int, int]] = {}
+        for stage, row in enumerate(rows):
+            places |= {code: (stage, at) for at, code in enumerate(row)}
         code = max(rows, key=self.length)[-1]
         path = []
         while code >= 0:

@@ -135,7 +135,7 @@ class Found:
     def __str__(self) -> str:
         best = self.best
         is_default = self.default is not None and self.default.point == best.point
-        head = f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"
+        head = f"{best.point}: {shown(best.step_s, 4)} a step, {footprint.gib(best.peak_bytes)} GiB"
         if is_default:
             head += "; nothing else is faster than this default"
         if self.synthesized is not None and self.synthesized.step_s >= best.step_s:
@@ -144,7 +144,8 @@ class Found:
         if self.default is not None and not is_default:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
-        lines += [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
+        for choice in self.runners_up:
+            lines.append(f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}")
         if self.synthesized is not None:
             lines.append(str(self.synthesized))
         return "\n".join(lines)
@@ -339,7 +340,8 @@ class Sweep:
         too much even for none."""
         point = point._replace(remat=recomputed)
         if self.plain.builder != "ddp":
-            point = point._replace(kept=last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget))
+            fits = last(lambda kept: self._peak(point._replace(kept=kept)), self.layers, self.budget)
+            point = point._replace(kept=fits)
         choice = self._choice(point)
         while choice.peak_bytes > self.budget and point.kept:
             point = point._replace(kept=point.kept - 1)
@@ -383,7 +385,8 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
         width = ranks // number
         if ranks % number or width % alike or (total * readers) % width or (width % node and node % width):
             continue
-        inside = [*arrangements(trace.on((("shard", width // alike), *trace.inside)), cluster, few=True)]
+        of_stage = trace.on((("shard", width // alike), *trace.inside))
+        inside = [*arrangements(of_stage, cluster, few=True)]
         for order in orders(trace, number, total * readers // width):
             for builder, mesh in inside:
                 yield Point(builder, (("stage", number), *mesh), order=order)

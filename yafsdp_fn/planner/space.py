@@ -147,8 +147,9 @@ def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterat
     by_node = nested and any(unit.sum_bytes for unit in trace.units)
 
     def cut(size: int, by_node: bool) -> Mesh:
-        outer = (("node", size // node), ("local", node // alike)) if by_node else (("shard", size // alike),)
-        return (*outer, *trace.inside)
+        if by_node:
+            return (("node", size // node), ("local", node // alike), *trace.inside)
+        return (("shard", size // alike), *trace.inside)
 
     yield "zero3", cut(world, by_node)
     if nested and node > 1 and not few:

@@ -48,7 +48,8 @@ def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:
         yield {"ph": "M", **tracks[stage, stream], **_about("thread_sort_index", sort_index=number)}
     for span in part.spans:
         slice_of = {"ph": "X", **tracks[stage, span.stream]}
-        yield {**slice_of, **_times(span), "name": part.describe(span), "cat": kind(span), "args": _details(part, span)}
+        about = {"name": part.describe(span), "cat": kind(span), "args": _details(part, span)}
+        yield {**slice_of, **_times(span), **about}
         for each in span.inside:
             yield {**slice_of, **_times(each), "name": each.name or "collectives of a block", "cat": "inside"}
 
@@ -91,7 +92,8 @@ def _details(timeline: Spans, span: Span) -> Event:
     op = span.op
     trace = timeline.trace
     units = () if isinstance(op, MessageOp) else trace.units_of(op)
-    found = {"op": span.number, "units": [trace.units[unit].name for unit in units], "bytes": _nbytes(op, trace)}
+    names = [trace.units[unit].name for unit in units]
+    found = {"op": span.number, "units": names, "bytes": _nbytes(op, trace)}
     found |= {field: getattr(op, field, None) for field in ("slots", "grad_slots", "carry_slot", "microbatch")}
     if cause := timeline.by_number.get(span.cause):
         found["cause"] = {"op": cause.number, "name": timeline.describe(cause)}

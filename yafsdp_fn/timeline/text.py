@@ -20,7 +20,8 @@ def shown(seconds: float, digits: int = 3) -> str:
         return "0 s"
     scale, name = unit_of(seconds)
     value = seconds / scale
-    return f"{value:.{digits - (1 if value < 10 else 2 if value < 100 else 3)}f} {name}"
+    before = 1 + (value >= 10) + (value >= 100)  # digits before the point
+    return f"{value:.{digits - before}f} {name}"
 
 
 WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
@@ -51,12 +52,12 @@ def render(timeline: Spans) -> str:
     if timeline.stage_count > 1:
         head += f", bubble {timeline.bubble:.1%}"
         stages = [_stage(number, part) for number, part in enumerate(timeline.by_stage)]
-        return "\n".join([head, *shortened(stages), *shortened([*map(_crossing, timeline.crossings)])])
+        crossings = [_crossing(each) for each in timeline.crossings]
+        return "\n".join([head, *shortened(stages), *shortened(crossings)])
     lines = [head]
     for stream in timeline.streams:
-        lines.append(
-            _line(stream, timeline.busy(stream), f"{share(timeline, stream):>4} busy, {_ops(timeline.on(stream))}")
-        )
+        words = f"{share(timeline, stream):>4} busy, {_ops(timeline.on(stream))}"
+        lines.append(_line(stream, timeline.busy(stream), words))
     if timeline.inside:
         inside = sum(each.end - each.start for each in timeline.inside)
         part = inside / (timeline.seconds or 1.0)
@@ -66,7 +67,8 @@ def render(timeline: Spans) -> str:
     path = timeline.critical_path()
     along = sums((kind(span), span.seconds) for span in path)
     running = sum(along.values())
-    words = f"{_ops(path)}: " + ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
+    parts = ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
+    words = f"{_ops(path)}: {parts}"
     rest = timeline.seconds - running
     if rest > 1e-3 * timeline.seconds:
         words += f"; between and after them {shown(rest)}"
