@@ -70,8 +70,9 @@ def run(options: Options) -> Result:
         found = search(traces, where, memory=options.budget, synthesize=options.synthesize, report=told)
     here, factory = schedule_of(options, config, where, options.schedule)
     least = min_ckpt_layers(here, options.budget, factory)
-    fitting = config.layers if least is None else least
-    recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
+    recomputed = options.ckpt_layers
+    if recomputed is None:
+        recomputed = config.layers if least is None else least
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
         program = found.program

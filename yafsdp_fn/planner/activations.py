@@ -27,7 +27,8 @@ def shard_numel(trace: Trace, unit: UnitSpec) -> int:
 
 def state_on_host(trace: Trace, unit: UnitSpec) -> int:
     """Bytes of one rank's optimizer state of `unit` that are on the host."""
-    return shard_numel(trace, unit) * dict(trace.optimizer.on_host).get(unit.id, 0) // trace.optimizer.block
+    nbytes = dict(trace.optimizer.on_host).get(unit.id, 0)
+    return shard_numel(trace, unit) * nbytes // trace.optimizer.block
 
 
 class Peak(NamedTuple):
@@ -67,8 +68,10 @@ def peak_of(program: Program) -> Peak:
     peaks: list[Peak] = []
 
     def offer(number: int, own: int, visit: int = -1) -> None:
+        held = values.total + inner.total
         logits = own if visit == last else 0
-        peaks.append(Peak(min(number, end), values.total + inner.total, logits, grads.total + own - logits))
+        workspace = grads.total + own - logits
+        peaks.append(Peak(min(number, end), held, logits, workspace))
 
     after = [] if program.has_updates else after_program(trace.trained, trace.lent)
     for number, op in enumerate((*program.ops, *after)):

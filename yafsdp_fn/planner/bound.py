@@ -241,11 +241,10 @@ class _StageBound:
     def _compute(self) -> float:
         """Returns the stream of computes, and what is before the first one and after the last."""
         part = self.trace
-        # the gather for the first compute; with several stages others compute meanwhile
-        alone = self.first and self.split.stages == 1
-        gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
-        after = [self._reduction(unit.id) for unit in self.trained]
-        reduction = min(after, default=0.0)
+        gather = 0.0  # for the first compute; with several stages others compute meanwhile
+        if self.first and self.split.stages == 1:
+            gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first)))
+        reduction = min((self._reduction(unit.id) for unit in self.trained), default=0.0)
         if part.split is None and part.trains:  # the last backward is known
             last = part.visits[part.order[-1].visit].trained
             reduction = max(map(self._reduction, last), default=0.0)
@@ -295,7 +294,10 @@ class _StageBound:
                 return math.inf
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if lacks(middle) > 0 else (low, middle)
+            if lacks(middle) > 0:
+                low = middle
+            else:
+                high = middle
         return low
 
     def _lacks(self) -> Callable[[float], float]:
@@ -314,10 +316,9 @@ class _StageBound:
             again.append((unit.gather_bytes, 0 if nodes else m, Gather((unit.id,), (0,))))
         for unit in self._in_slots(self.trained) if m > 1 else ():
             again.append((unit.reduce_bytes, m - 1, Reduce((unit.id,), (0,))))
-        links: dict[str, list[tuple[int, float]]] = {link: [] for link in LINKS}
-        for nbytes, times, op in again:
-            for link, items in links.items():
-                items.append((nbytes, times * self._on(link, op)))
+        links: dict[str, list[tuple[float, float]]] = {}
+        for link in LINKS:
+            links[link] = [(nbytes, times * self._on(link, op)) for nbytes, times, op in again]
         of_graphs = sum(nbytes for nbytes, _ in graphs)
         in_slots = sum(nbytes for nbytes, *_ in again)
         total = (held + of_graphs + in_slots) * (1 - 1e-9)

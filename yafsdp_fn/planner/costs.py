@@ -104,20 +104,26 @@ class Costs:
                 return self._rings((u.reduce_bytes, self.holders[u.over]) for u in units)
             case ops.AllReduce(over="stages"):
                 assert trace.split is not None
-                group = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.stage_ranks)
-                return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), group)
+                stages = trace.split.holders(op.units[0])
+                group = cluster.group(len(stages), stride=trace.stage_ranks)
+                shards = sum(u.reduce_bytes / trace.ranks_of(u) for u in units)
+                return cluster.all_reduce(shards, group)
             case ops.AllReduce():
                 return tuple(itertools.chain.from_iterable(map(self._all_reduce, units)))
             case ops.Send(flow) | ops.Receive(flow):
                 assert trace.split is not None
                 return cluster.message(trace.split.bytes_of(op.message), link(trace, cluster, flow))
             case ops.Stash():
-                return through_memory(cluster, sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units))
+                copied = sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units)
+                return through_memory(cluster, copied)
             case ops.Norm():
-                return through_memory(cluster, sum(4 * u.numel // trace.ranks_of(u) for u in units))
+                read = sum(4 * u.numel // trace.ranks_of(u) for u in units)
+                return through_memory(cluster, read)
             case ops.Update(part=part) if part % 2:
-                lent = [of for of in trace.lent if of.unit in op.units]
-                flops = sum(flops for of in lent for _, _, _, flops in of.leaves)
+                flops = 0
+                for of in trace.lent:
+                    if of.unit in op.units:
+                        flops += sum(leaf[-1] for leaf in of.leaves)
                 return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), trace.kernels, forward=True)
             case ops.Update():
                 return self._update(units)
@@ -154,7 +160,10 @@ class Costs:
         beside = trace.beside(op.visit)
         calls: Collectives = (*own.collectives, *beside.collectives)
         if isinstance(op, ops.Backward):
-            calls = (*beside.adjoints, *own.collectives * recompute, *own.adjoints) if op.half != "weights" else ()
+            if op.half == "weights":
+                return []
+            again = own.collectives * recompute
+            calls = (*beside.adjoints, *again, *own.adjoints)
         groups: dict[str, CollectiveRanks] = {}
         stride = 1
         for name, size in reversed(trace.mesh):  # neighbours first
@@ -201,12 +210,14 @@ class Costs:
         cluster = self.cluster
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
-        times = unit.reduced_as is not None  # encoded, and decoded
-        through = through_memory(cluster, times * (unit.reduce_bytes + 2 * unit.reduce_wire), times * 2 * unit.numel)
+        through: tuple[Phase, ...] = ()
+        if unit.reduced_as is not None:  # encoded, and decoded
+            through = through_memory(cluster, unit.reduce_bytes + 2 * unit.reduce_wire, 2 * unit.numel)
         if nodes == 1 or local == 1:
             return cluster.all_to_all(unit.reduce_wire, self.holders[unit.over]) + through
         inside = cluster.all_to_all(unit.reduce_wire / nodes, cluster.group(local))
-        return inside * nodes + cluster.all_to_all(unit.reduce_wire / local, CollectiveRanks(nodes, 1)) + through
+        outside = cluster.all_to_all(unit.reduce_wire / local, CollectiveRanks(nodes, 1))
+        return inside * nodes + outside + through
 
     def _all_reduce(self, unit: UnitSpec) -> tuple[Phase, ...]:
         ranks = self.trace.ranks_of(unit)

@@ -55,9 +55,10 @@ class CallGraph(NamedTuple):
 
         def kept(visit: int) -> int:
             cost = trace.visits[visit].cost
-            again = visit in recomputed
-            taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
-            return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
+            if visit in recomputed:
+                return sum(value.nbytes for value in cost.takes) + cost.beside_bytes
+            saved = [value.nbytes for value in cost.takes if value.number not in cost.unsaved]
+            return sum(saved) + cost.beside_bytes + cost.inner_bytes
 
         def by_segment(of_visit: Callable[[int], float]) -> tuple[float, ...]:
             return tuple(sum(map(of_visit, range(*ends))) for ends in split.segments)
@@ -137,7 +138,7 @@ class Simulator:
         source = [0, *[-m] * others, *[m] * others, 0, *nothing]
         # of each call
         self.seconds = [value for value in seconds for _ in range(m)]
-        self.takes = [value for value in takes for _ in range(m)]
+        self.takes: list[float] = [value for value in takes for _ in range(m)]
         self.delay = [value for value in delay for _ in range(m)]
         self.source = [value for value in source for _ in range(m)]
         self.ends: list[float] = []
@@ -349,9 +350,12 @@ class Search:
             far = rng.choice([1, 1, 1, 2, 2, 3, 5, 8]) * rng.choice([-1, -1, 1])
         to = min(len(row) - 1, max(0, at + far))
         passed = row[to:at] if to < at else row[at + 1 : to + 1]
-        m = self.calls.microbatches
-        if not passed or any(other % size == code % size or other // m == code // m for other in passed):
+        if not passed:
             return None
+        m = self.calls.microbatches
+        for other in passed:
+            if other % size == code % size or other // m == code // m:
+                return None
         changed = [*row]
         changed.insert(to, changed.pop(at))
         return [*self._best[:stage], changed, *self._best[stage + 1 :]]

@@ -168,7 +168,8 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
 
 def overhead(trace: Trace, cluster: Cluster) -> float:
     """Returns the seconds of a step that no op explains: by the units that a rank has a shard of."""
-    return cluster.overhead(sum(trace.stage is None or unit.numel > 0 for unit in trace.units))
+    held = [unit for unit in trace.units if trace.stage is None or unit.numel > 0]
+    return cluster.overhead(len(held))
 
 
 def check_costs(trace: Trace) -> None:
@@ -261,7 +262,8 @@ def _inside(task: OpTask, at: EventTime) -> tuple[Inside, ...]:
         return ()
     alone = sum(phase.seconds for phase in task.phases)
     scale = (at.end - at.start) / alone
-    gap = (alone - sum(seconds for _, seconds in task.calls)) / (len(task.calls) + 1)
+    called = sum(seconds for _, seconds in task.calls)
+    gap = (alone - called) / (len(task.calls) + 1)
     now = at.start
     found = list[Inside]()
     for name, seconds in task.calls:

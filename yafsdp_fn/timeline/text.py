@@ -1,10 +1,10 @@
 """Timelines in words: a few lines for terminals, times with a unit, why a stream was idle, of a stage or of all."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from yafsdp_fn.program.trace import shortened
-from yafsdp_fn.timeline.spans import Span, Spans, StageTraffic, kind, sums
+from yafsdp_fn.timeline.spans import Spans, StageTraffic, kind, sums
+from yafsdp_fn.util.words import counted
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -56,7 +56,7 @@ def render(timeline: Spans) -> str:
         return "\n".join([head, *shortened(stages), *shortened(crossings)])
     lines = [head]
     for stream in timeline.streams:
-        words = f"{share(timeline, stream):>4} busy, {_ops(timeline.on(stream))}"
+        words = f"{share(timeline, stream):>4} busy, {counted(len(timeline.on(stream)), 'op')}"
         lines.append(_line(stream, timeline.busy(stream), words))
     if timeline.inside:
         inside = sum(each.end - each.start for each in timeline.inside)
@@ -68,7 +68,7 @@ def render(timeline: Spans) -> str:
     along = sums((kind(span), span.seconds) for span in path)
     running = sum(along.values())
     parts = ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
-    words = f"{_ops(path)}: {parts}"
+    words = f"{counted(len(path), 'op')}: {parts}"
     rest = timeline.seconds - running
     if rest > 1e-3 * timeline.seconds:
         words += f"; between and after them {shown(rest)}"
@@ -77,10 +77,6 @@ def render(timeline: Spans) -> str:
 
 def _line(name: str, seconds: float, words: str) -> str:
     return f"  {name:<14}{shown(seconds):>9}  {words}"
-
-
-def _ops(spans: Sequence[Span]) -> str:
-    return f"{len(spans)} op{'s' * (len(spans) != 1)}"
 
 
 def _stage(number: int, part: Spans) -> str:
