@@ -9,9 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import models
 import yafsdp_fn as ya
-from train.config import Config, require
+from train.config import require
 from train.running import loop, run, setup
 from train.running.loop import Job
+from train.settings import Config
 
 
 def main(argv: Sequence[str]) -> int:

@@ -8,7 +8,8 @@ import typing
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from train.config import ConfigError, Settings, require
+from train.config import ConfigError, require
+from train.settings import Settings
 from yafsdp_fn.util import strict_json
 
 T = TypeVar("T")

@@ -17,9 +17,10 @@ import torch.distributed as dist
 import models
 import yafsdp_fn as ya
 from train.command_line import cli
-from train.config import Config as Pretraining
-from train.config import ConfigError, Tuning
+from train.config import ConfigError
 from train.running import run, setup
+from train.settings import Config as Pretraining
+from train.settings import Tuning
 from train.trained.loaded import opened
 from yafsdp_fn import checkpoint
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
-from train.config import Config, Tuning, require
+from train.config import require
 from train.data.sources import open_conversations
 from train.running import loop, run, setup
 from train.running.loop import Job
+from train.settings import Config, Tuning
 from train.trained.loaded import Opened, opened
 
 

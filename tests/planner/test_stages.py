@@ -59,7 +59,8 @@ def test_a_bubble_by_cause() -> None:
     timeline = simulate(pipeline(chain(2, 2), 2, one_f_one_b(zero1())), NO_LINKS)
     spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.by_stage]
     assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
-    assert timeline.bubbles(0) == {"receive": 3} and timeline.bubbles(1) == {"fill": 1, "drain": 2}
+    first, second = timeline.by_stage
+    assert first.bubbles() == {"receive": 3} and second.bubbles() == {"fill": 1, "drain": 2}
     assert [(gap.why, gap.waited) for gap in timeline.by_stage[1].idle()] == [("fill", True), ("drain", False)]
     path = [(span.stage, type(span.op).__name__) for span in timeline.critical_path() if span.stream == "compute"]
     assert path == [(0, "Forward"), *[(1, "Forward"), (1, "Backward")] * 2, (0, "Backward")]

@@ -19,9 +19,9 @@ import pytest
 import models
 from models import llama
 from train import clm, sft
-from train.config import Config, Tuning
 from train.data.rows import Batch, Reader
 from train.running import loop, run, together
+from train.settings import Config, Tuning
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=2, head_dim=8, max_length=64)
 WINDOW = 8

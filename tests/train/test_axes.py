@@ -15,7 +15,8 @@ from tests.harness.pool import Pool
 from tests.train import inside
 from tests.train.test_stages import flags, numbers, texts
 from train import export, sample
-from train.config import Config, ConfigError, Mesh, Sharding
+from train.config import ConfigError, Mesh, Sharding
+from train.settings import Config
 from train.trained.loaded import load
 
 AXES = ("--mesh.tensor", "2", "--mesh.sequence", "--mesh.context", "2")

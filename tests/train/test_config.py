@@ -16,9 +16,10 @@ import pytest
 from tests.harness.marks import nightly
 from tests.program.traces import model
 from train.__main__ import main
-from train.config import Config, ConfigError, Data, Optim, Settings, Sharding, Tuning
+from train.config import ConfigError, Data, Optim, Sharding
 from train.config_json import differences, from_json, to_json
 from train.running import run, setup
+from train.settings import Config, Settings, Tuning
 from yafsdp_fn.schedules import Forward, Offload
 
 

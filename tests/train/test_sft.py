@@ -23,13 +23,14 @@ from tests.harness.pool import Pool
 from tests.train.data.test_sources import Numbered
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
 from train import export, sample
-from train.config import Chats, Config, ConfigError, Tuning
+from train.config import Chats, ConfigError
 from train.config_json import from_json
 from train.data.conversations import ByteChat, Conversations
 from train.data.rows import Place, Rows, batches
 from train.data.store import Packed, tokenised
 from train.data.tokenizer import Bytes
 from train.running import loop, run
+from train.settings import Config, Tuning
 from train.trained.loaded import load, opened
 
 F64 = ya.Precision(torch.float64, compute=torch.float64, reduce=torch.float64)

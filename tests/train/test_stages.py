@@ -12,7 +12,8 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.pool import Pool
 from tests.train import inside
-from train.config import Config, ConfigError, Mesh, Sharding
+from train.config import ConfigError, Mesh, Sharding
+from train.settings import Config
 
 ORDERS = ("one_f_one_b", "v_shaped")
 

@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import yafsdp_fn as ya
-from train.config import ConfigError, Settings, require
+from train.config import ConfigError, require
 from train.config_json import from_json
 from train.running.run import TOKENIZER, command_of
+from train.settings import Settings
 from yafsdp_fn.util import strict_json
 from yafsdp_fn.util.schema import Limits, typed_at
 

@@ -62,17 +62,17 @@ def run(options: Options) -> Result:
     config = models.CONFIGS[options.model]
     where = cluster(options.cluster)
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
-    budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
     flat = traced(dataclasses.replace(options, int8="none"), config, axes(options.gpus))
     found = None
     if options.search:
         traces = [*over_axes(options, config, where)]
         told = partial(print, file=sys.stderr, flush=True)
-        found = search(traces, where, memory=budget, synthesize=options.synthesize, report=told)
+        found = search(traces, where, memory=options.budget, synthesize=options.synthesize, report=told)
     here, factory = schedule_of(options, config, where, options.schedule)
-    least = min_ckpt_layers(here, budget, factory)
-    fitting = config.layers if least is None else least
-    recomputed = fitting if options.ckpt_layers is None else options.ckpt_layers
+    least = min_ckpt_layers(here, options.budget, factory)
+    recomputed = options.ckpt_layers
+    if recomputed is None:
+        recomputed = config.layers if least is None else least
     again = ya.schedules.remat.first(recomputed)
     if found is not None:
         program = found.program
@@ -81,7 +81,9 @@ def run(options: Options) -> Result:
         words = [*options.mesh.words, options.schedule]
         program = factory(remat=again)(here)
         name = f"{', '.join(words)}, {recomputed} of {config.layers} layers recomputed"
-    plan = Plan.of(program, published if options.schedule == YAFSDP else where, budget)._replace(tokens=options.tokens)
+    plan = Plan.of(program, published if options.schedule == YAFSDP else where, options.budget)._replace(
+        tokens=options.tokens
+    )
     others = {
         "fsdp": simulate(peers.fsdp(remat=again)(flat), published),
         "fsdp2": simulate(peers.fsdp2(remat=again)(flat), where),
@@ -242,15 +244,18 @@ class Compared:
         """Plans each of --schedules, with as few recomputed layers as fit where their number is not given."""
         config = models.CONFIGS[options.model]
         where = cluster(options.cluster)
-        budget = where.memory_bytes if options.memory_gib is None else int(options.memory_gib * 2**30)
         programs: dict[str, ya.Program] = {}
         for name in options.schedules:
             here, factory = schedule_of(options, config, where, name)
-            least = min_ckpt_layers(here, budget, factory) if options.ckpt_layers is None else options.ckpt_layers
-            recomputed = config.layers if least is None else least
+            recomputed = options.ckpt_layers
+            if recomputed is None:
+                recomputed = min_ckpt_layers(here, options.budget, factory)
+            if recomputed is None:  # not even all fit
+                recomputed = config.layers
             words = f", {recomputed} recomputed" * (recomputed > 0)
             programs[name + words] = factory(remat=ya.schedules.remat.first(recomputed))(here)
-        return Compared(options, ya.planner.compare(programs, where, tokens=options.tokens, memory=budget).ranked())
+        found = ya.planner.compare(programs, where, tokens=options.tokens, memory=options.budget)
+        return Compared(options, found.ranked())
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -143,6 +143,11 @@ class Options:
         """Tokens of one step, over all ranks."""
         return self.gpus * self.batch * self.seq_len // (self.mesh.tensor * self.mesh.context)
 
+    @property
+    def budget(self) -> int:
+        """Bytes that a rank may fill."""
+        return cluster(self.cluster).memory_bytes if self.memory_gib is None else int(self.memory_gib * 2**30)
+
     def _check_schedules(self) -> None:
         if not self.schedules:
             return

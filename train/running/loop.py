@@ -32,7 +32,7 @@ import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import say_apart
-from train.config import ConfigError, Settings, own_function, require
+from train.config import ConfigError, own_function, require
 from train.data.rows import Batch, Place, Reader, Rows, at_most, batches
 from train.data.tokenizer import Bytes, Tokenizer
 from train.running import run, setup, together
@@ -42,6 +42,7 @@ from train.running.report import Log, Record, Report, Terminal
 from train.running.run import this_start
 from train.running.saves import Diverged, Saves, Skips, Spikes, load
 from train.running.together import Stopper
+from train.settings import Settings
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint.content import MANIFEST
 from yafsdp_fn.checkpoint.folder import folder_name

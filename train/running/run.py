@@ -27,16 +27,7 @@ import tyro
 import yafsdp_fn as ya
 from models.parts.config import Shape
 from train.command_line import cli, say_apart
-from train.config import (
-    AUTO,
-    SAVED,
-    Config,
-    ConfigError,
-    Mesh,
-    Settings,
-    is_own,
-    require,
-)
+from train.config import AUTO, SAVED, ConfigError, Mesh, is_own, require
 from train.config_json import C, differences, from_json, to_json
 from train.data.rows import Place, Position, Rows, at_most
 from train.data.sources import open_text
@@ -47,6 +38,7 @@ from train.running.elastic import Attempt
 from train.running.files import refuse_links
 from train.running.saves import WINDOW, Spikes
 from train.running.together import on_rank_0
+from train.settings import Config, Settings
 from yafsdp_fn import checkpoint
 from yafsdp_fn.util.disk import replace
 from yafsdp_fn.util.words import counted

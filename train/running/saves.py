@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from train.config import Settings
 from train.running.report import Record, Report
+from train.settings import Settings
 from yafsdp_fn import checkpoint
 
 PAUSES = (1.0, 4.0)

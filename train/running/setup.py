@@ -16,8 +16,9 @@ import models
 import yafsdp_fn as ya
 from models.parts.axes import Axes
 from models.parts.config import Shape
-from train.config import SAVED, ConfigError, Mesh, Optim, Settings, Sharding, is_own, own_function, require
+from train.config import SAVED, ConfigError, Mesh, Optim, Sharding, is_own, own_function, require
 from train.data.tokenizer import Bytes, Tokenizer
+from train.settings import Settings
 from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.schedules.builders import AnySchedule

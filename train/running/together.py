@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
-from train.config import ConfigError, Settings
+from train.config import ConfigError
 from train.config_json import flat
+from train.settings import Settings
 from yafsdp_fn.communication.where import named
 
 T = TypeVar("T")

@@ -20,12 +20,13 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from models.parts.config import Shape
-from train.config import Config, ConfigError, Lora, Sharding, Tuning, require
+from train.config import ConfigError, Lora, Sharding, require
 from train.config_json import from_json
 from train.data import tokenizer as tokenizers
 from train.data.conversations import Chat, chat_of
 from train.data.tokenizer import Tokenizer
 from train.running import run, setup
+from train.settings import Config, Tuning
 from yafsdp_fn import checkpoint
 
 

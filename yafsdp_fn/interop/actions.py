@@ -83,7 +83,9 @@ def read_rows(given: Any) -> list[list[Action]]:
         raise TypeError(f"from_actions: expected a list of actions for each stage, or a CSV's path, got {given!r:.80}")
     rows: list[list[Action]] = []
     for number, row in enumerate(given):
-        rows.append([action for column, item in enumerate(row) for action in _read(item, number, column)])
+        rows.append([])
+        for column, item in enumerate(row):
+            rows[-1] += _read(item, number, column)
     return rows
 
 
@@ -136,11 +138,10 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
 
 def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], reductions: bool) -> Iterator[list[Op]]:
     """Yields the ops of a row's actions: those before its first call, and those after each of its calls."""
-    held: Counter[int] = Counter()  # unit -> segments that want it
     added: set[int] = set()  # units with a gradient that is not reduced
     left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
     ops: list[Op] = []
-    for action in actions:
+    for action, segments in _there(actions):
         visits = [trace.visits[number] for number in _visits(trace, action.segment)]
         if action.call is not None:
             yield ops
@@ -150,15 +151,12 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
                 added.update(trained)
                 left.subtract(trained)
         elif action.word == "UNSHARD":
-            there = {unit for unit in held if held[unit]}
+            there = {unit for segment in segments for unit in units_of(trace, segment)}
             for visit in visits:
                 new = tuple(unit for unit in visit.units if unit not in there)
                 if new:
                     ops.append(Gather(new, tuple(slots[unit] for unit in new)))
                 there.update(new)
-            held.update(units_of(trace, action.segment))
-        elif action.word == "RESHARD":
-            held.subtract(units_of(trace, action.segment))
         elif action.word == REDUCTION:
             for visit in reversed(visits):
                 ready = tuple(unit for unit in visit.trained if unit in added)
@@ -175,15 +173,12 @@ def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
     """Returns unit -> slot: segments that are there at the same time are in different ones, units of a size share
     them."""
     assert trace.split is not None and trace.stage is not None
-    there: set[int] = set()
     beside: defaultdict[int, set[int]] = defaultdict(set)
-    for action in actions:
+    for action, there in _there(actions):
         if action.word == "UNSHARD":
-            there.add(action.segment)
+            beside[action.segment] |= there
             for segment in there:
-                beside[segment] |= there - {segment}
-        elif action.word == "RESHARD":
-            there.remove(action.segment)
+                beside[segment].add(action.segment)
     lane: dict[int, int] = {}
     for segment, others in beside.items():
         taken = {lane.get(other) for other in others}
@@ -204,9 +199,23 @@ def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
     return slots
 
 
+def _there(actions: Iterable[Action]) -> Iterator[tuple[Action, frozenset[int]]]:
+    """Yields each action of a row with the segments whose weights are there before it."""
+    there: frozenset[int] = frozenset()
+    for action in actions:
+        yield action, there
+        if action.word == "UNSHARD":
+            there |= {action.segment}
+        elif action.word == "RESHARD":
+            there -= {action.segment}
+
+
 def units_of(trace: Trace, segment: int) -> tuple[int, ...]:
     """Returns the units that the visits of a segment use."""
-    return tuple(dict.fromkeys(unit for number in _visits(trace, segment) for unit in trace.visits[number].units))
+    found: dict[int, None] = {}
+    for number in _visits(trace, segment):
+        found |= dict.fromkeys(trace.visits[number].units)
+    return tuple(found)
 
 
 def _visits(trace: Trace, segment: int) -> range:
@@ -318,23 +327,17 @@ def _calls(row: Sequence[Action]) -> list[Call]:
 
 def _check_weights(rows: Sequence[Sequence[Action]]) -> None:
     for row in rows:
-        there: set[int] = set()
-        for action in row:
+        for action, there in _there(row):
             segment = action.segment
-            if action.word == "UNSHARD":
-                if segment in there:
-                    action.refuse("weights", f"segment {segment} is there already")
-                there.add(segment)
-            elif action.word in ("RESHARD", "F", "B", "I") and segment not in there:
-                action.refuse(
-                    "weights", f"the weights of segment {segment} are not there; no {segment}UNSHARD before it"
-                )
-            elif action.word == "RESHARD":
-                there.remove(segment)
+            if action.word == "UNSHARD" and segment in there:
+                action.refuse("weights", f"segment {segment} is there already")
+            if action.word in ("RESHARD", "F", "B", "I") and segment not in there:
+                why = f"the weights of segment {segment} are not there; no {segment}UNSHARD before it"
+                action.refuse("weights", why)
 
 
 def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action]]) -> None:
-    trained = {s for s in range(len(split.homes)) if any(trace.visits[number].trained for number in split.visits(s))}
+    trained = {split.segment(visit.id) for visit in trace.visits if visit.trained}
     for row in rows:
         added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
         for action in row:

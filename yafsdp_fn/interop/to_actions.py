@@ -85,8 +85,10 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
         raise ValueError("to_actions: the step is of forwards alone; torch's runtime takes rows of a training step")
     _check_neighbours(split)
     parts = verify(program).by_stage
-    last = calls_of(split, split.homes[-1], parts[split.homes[-1]])
-    taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == len(split.homes) - 1]
+    end = len(split.homes) - 1
+    home = split.homes[end]
+    last = calls_of(split, home, parts[home])
+    taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == end]
     stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]
     whole = format == "compute_comms"
     rows = tuple(tuple(stage.row() if whole else map(written, stage.calls)) for stage in stages)
@@ -142,8 +144,11 @@ class _StageCalls:
         for at, message in self._messages():
             messages[at].append(message)
         for at in range(len(self.calls) + 1):
-            sent = max((n + 1 for n, message in enumerate(messages[at]) if "SEND" in message), default=0)
-            yield from (*messages[at][:sent], *weights[at], *messages[at][sent:])
+            here = messages[at]
+            sent = max((n + 1 for n, message in enumerate(here) if "SEND" in message), default=0)
+            yield from here[:sent]
+            yield from weights[at]
+            yield from here[sent:]
             yield from map(written, self.calls[at : at + 1])
 
     def _messages(self) -> Iterator[tuple[int, str]]:

@@ -158,7 +158,6 @@ def calibrate(
     if world > 1:
         dist.all_gather_object(every, figures)
     agreed: dict[str, Any] = {key: _slowest(key, [theirs[key] for theirs in every]) for key in figures}
-    agreed["memory_bytes"] = int(agreed["memory_bytes"])
     return Cluster(name=name, gpus_per_node=node, host_computes=kind == "cpu", **agreed)
 
 

@@ -268,7 +268,7 @@ def _visit(
     first: it is the first layer of its stack; part: the module of this call, which may have been given hooks;
     called: gets their numbers
     """
-    _check((args, kwargs), f"{of.name} is called with")
+    _check_plain((args, kwargs), f"{of.name} is called with")
     below = part()
     assert below is not None
     hooks = hooks_below(below)
@@ -286,7 +286,7 @@ def _visit(
         out, spec = run_block(call)
     else:
         out, spec = apply(of.run, units, args, kwargs, hooked)
-    _check(out, f"{of.name} returns")
+    _check_plain(out, f"{of.name} returns")
     output, seen = torch_pytree.tree_unflatten(out, spec)
     for path, result in seen:
         for hook in hooks[path].values():
@@ -330,7 +330,7 @@ PLAIN = (Tensor, bool, int, float, complex, str, bytes, torch.dtype, torch.devic
 """The types that arguments and outputs of visits consist of."""
 
 
-def _check(tree: Tree, what: str) -> None:
+def _check_plain(tree: Tree, what: str) -> None:
     """Raises if a differentiated visit takes or returns objects whose tensors autograd cannot see, and a recomputation
     cannot repeat."""
     if not torch.is_grad_enabled() and not transforms_active():

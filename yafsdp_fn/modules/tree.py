@@ -82,7 +82,10 @@ def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.M
         raise TypeError(f"functionalize: {what}; take out what cannot, such as process groups and files") from error
     if files is not None:
         for path, part in made.named_modules():
-            part._buffers |= {key: files.read(join(path, key)) for key in part._buffers if join(path, key) in files}
+            for key in part._buffers:
+                name = join(path, key)
+                if name in files:
+                    part._buffers[key] = files.read(name)
     return made
 
 
@@ -97,7 +100,9 @@ def placed(
             if param is not None:
                 name = join(path, key)
                 parameters[key] = Absent.of(param, name, device, own.get(name) or dtype)
-        part._buffers.update((key, buffer.to(device)) for key, buffer in part._buffers.items() if buffer is not None)
+        for key, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[key] = buffer.to(device)
     return made
 
 
@@ -118,7 +123,8 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
     for part, buffers in before.items():
         written = {key for key, *_ in buffers ^ _buffers(copies[part])}
         if not may_note:
-            written |= {key for key, now in vars(copies[part]).items() if now is not vars(part).get(key)} - OWN
+            old = vars(part)
+            written |= {key for key, now in vars(copies[part]).items() if now is not old.get(key)} - OWN
         if written:
             path = next(path for path, other in module.named_modules() if other is part)
             raise RuntimeError(
@@ -226,7 +232,9 @@ def tree_of(
     stacks: dict[str, list[str]] = {}
     for name in lists:
         stacks |= _kinds(_container(module, name, lists), name, own)
-    parts = [(unit, name, dict(_all(module.get_submodule(name)))) for unit, names in stacks.items() for name in names]
+    parts: list[tuple[str, str, dict[str, nn.Parameter]]] = []
+    for unit, names in stacks.items():
+        parts += [(unit, name, dict(_all(module.get_submodule(name)))) for name in names]
     parts += [(name, name, named) for name, named in _beside(module, lists)]
 
     seen: dict[int, tuple[str, Place]] = {}  # by id of a parameter: its first name, and its place
@@ -307,18 +315,15 @@ def _kinds(container: nn.Module, name: str, own: OwnDtypes) -> dict[str, list[st
     kind; else a kind's first layer gives its name."""
     found: dict[Any, list[str]] = {}
     for key, layer in container.named_children():
-        settings = frozenset((path, param.requires_grad, own.get(param)) for path, param in _all(layer))
-        form = form_of(layer), settings
-        if form[0]:
-            found.setdefault(form, []).append(f"{name}.{key}")
+        first: dict[int, str] = {}  # by id of a parameter: ties
+        form: list[Any] = []
+        for path, param in _all(layer):
+            tie = first.setdefault(id(param), path)
+            form.append((path, tie, param.shape, param.dtype, param.requires_grad, own.get(param)))
+        if form:
+            found.setdefault(frozenset(form), []).append(f"{name}.{key}")
     kinds = list(found.values())
     return {name: kinds[0]} if len(kinds) == 1 else {names[0]: names for names in kinds}
-
-
-def form_of(layer: nn.Module) -> frozenset[tuple[Any, ...]]:
-    """Returns the names, shapes, dtypes and ties of a layer's parameters, equal for those that may be one stack."""
-    first: dict[int, str] = {}
-    return frozenset((name, first.setdefault(id(p), name), p.shape, p.dtype) for name, p in _all(layer))
 
 
 def _all(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -27,7 +27,8 @@ def shard_numel(trace: Trace, unit: UnitSpec) -> int:
 
 def state_on_host(trace: Trace, unit: UnitSpec) -> int:
     """Bytes of one rank's optimizer state of `unit` that are on the host."""
-    return shard_numel(trace, unit) * dict(trace.optimizer.on_host).get(unit.id, 0) // trace.optimizer.block
+    nbytes = dict(trace.optimizer.on_host).get(unit.id, 0)
+    return shard_numel(trace, unit) * nbytes // trace.optimizer.block
 
 
 class Peak(NamedTuple):
@@ -56,6 +57,7 @@ class _Held(dict[tuple[int, int], int]):
 def peak_of(program: Program) -> Peak:
     """Goes through the ops, and counts the memory that is held when each runs, and that it allocates itself."""
     trace = program.trace
+    end = len(program.ops)
     last = len(trace.visits) - 1
     kept = _forwards(program, lambda op: op.keep)
     saved = _forwards(program, lambda op: op.carry_slot is not None)
@@ -65,23 +67,16 @@ def peak_of(program: Program) -> Peak:
     inner = _Held()  # of visits, with what the loss saved after them
     peaks: list[Peak] = []
 
-    def offer(number: int, own: int, logits: bool = False) -> None:
+    def offer(number: int, own: int, visit: int = -1) -> None:
         held = values.total + inner.total
-        if logits:
-            peaks.append(Peak(number, held, own, grads.total))
-        else:
-            peaks.append(Peak(number, held, 0, grads.total + own))
+        logits = own if visit == last else 0
+        workspace = grads.total + own - logits
+        peaks.append(Peak(min(number, end), held, logits, workspace))
 
-    def update(number: int, units: Iterable[int]) -> None:
-        nbytes, elements = trace.optimizer.step
-        numels = [shard_numel(trace, trace.units[unit]) for unit in units]
-        one_by_one = trace.optimizer.block > 1 or trace.optimizer.on_host
-        numel = max(numels, default=0) if one_by_one else sum(numels)
-        offer(number, nbytes * numel // elements)
-
-    for number, op in enumerate(program.ops):
+    after = [] if program.has_updates else after_program(trace.trained, trace.lent)
+    for number, op in enumerate((*program.ops, *after)):
         if isinstance(op, Update):
-            update(number, op.units)
+            offer(number, _of_update(trace, op.units))
         if not isinstance(op, ComputeOp):
             continue
         m = op.microbatch
@@ -95,12 +90,12 @@ def peak_of(program: Program) -> Peak:
             for value in cost.takes:
                 values.put((m, value.number), value.nbytes)
             # without a graph it needs no more than its backward, which runs it again with more beside it
-            offer(number, cost.peak_bytes if op.keep else given, visit == last)
+            offer(number, cost.peak_bytes if op.keep else given, visit)
             for value in gives:
                 values.put((m, value.number), value.nbytes)
             graph = cost.inner_bytes * op.keep
             inner.put((m, visit), graph)
-            offer(number, cost.beside_peak_bytes, visit == last)
+            offer(number, cost.beside_peak_bytes, visit)
             inner.put((m, visit), graph + cost.beside_bytes)
             for name in ended:
                 values.drop((m, name))
@@ -114,7 +109,7 @@ def peak_of(program: Program) -> Peak:
             own = cost.bwd_peak_bytes
             if visit not in kept[m]:  # its forward runs again first
                 own = max(cost.peak_bytes, given + own)
-            offer(number, own, visit == last)
+            offer(number, own, visit)
             for value in cost.gives:
                 grads.drop((m, value.number))
             for value in cost.takes:
@@ -124,11 +119,16 @@ def peak_of(program: Program) -> Peak:
                 grads.drop((m, name))
             if op.half == "inputs":
                 inner.put((m, visit), cost.between_bytes)
-    if not program.has_updates:
-        for op in after_program(trace.trained, trace.lent):
-            if isinstance(op, Update):
-                update(len(program.ops), op.units)
     return max(peaks, key=lambda peak: sum(peak[1:]))
+
+
+def _of_update(trace: Trace, units: Iterable[int]) -> int:
+    """Returns the bytes that an update of `units` allocates."""
+    nbytes, elements = trace.optimizer.step
+    numels = [shard_numel(trace, trace.units[unit]) for unit in units]
+    one_by_one = trace.optimizer.block > 1 or trace.optimizer.on_host
+    numel = max(numels, default=0) if one_by_one else sum(numels)
+    return nbytes * numel // elements
 
 
 def _forwards(program: Program, which: Callable[[Forward], bool]) -> list[frozenset[int]]:
@@ -166,7 +166,7 @@ def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[
     they take, to run again. What nobody takes and no graph is known to leave out is held by the visit that gave it."""
     leaving: set[int] = set()  # the last visits of segments whose values go to other stages
     if trace.split is not None:
-        leaving = {end - 1 for n, (_, end) in enumerate(trace.split.segments) if trace.split.leaving(n)}
+        leaving = {trace.split.visits(flow.source)[-1] for flow in trace.split.flows}
     holders: defaultdict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for visit in trace.visits:

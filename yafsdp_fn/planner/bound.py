@@ -80,16 +80,14 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     if trace.stage is not None:  # alone, it waits for nobody
         split = split._replace(flows=())
     earliest = _earliest(trace._replace(split=split), split, where)
-    found: dict[str, float] = {}
-    if trace.split is None or trace.stage is not None:
-        found = _StageBound(trace, trace.stage or 0, where, split, earliest, budget).terms()
-    else:
-        for stage in range(split.stages):
-            for name, seconds in _StageBound(trace, stage, where, split, earliest, budget).terms().items():
-                found[f"{name} of stage {stage}"] = seconds
-    terms = tuple(sorted(found.items(), key=lambda term: -term[1]))
-    by, most = terms[0]
-    return Bound(most, by, terms)
+    whole = trace.split is not None and trace.stage is None
+    found: list[tuple[str, float]] = []
+    for stage in range(split.stages) if whole else [trace.stage or 0]:
+        for name, seconds in _StageBound(trace, stage, where, split, earliest, budget).terms().items():
+            found.append((name + f" of stage {stage}" * whole, seconds))
+    found.sort(key=lambda term: -term[1])
+    by, most = found[0]
+    return Bound(most, by, tuple(found))
 
 
 # ---- One microbatch alone: the longest paths through the calls of its segments.
@@ -153,28 +151,36 @@ class _StageBound:
         self.split = split
         self.stage = stage
         self.microbatches = trace.microbatches
-        self.segments = split.of(stage)
-        self.begin = min(earliest.forwards[segment] for segment in self.segments)
-        self.turn = min(earliest.backwards[segment] for segment in self.segments)
-        self.trace = trace
+        segments = split.of(stage)
+        self.begin = min(earliest.forwards[segment] for segment in segments)
+        self.turn = min(earliest.backwards[segment] for segment in segments)
         if trace.split is not None and trace.stage is None:
             kinds: list[Kind] = ["forward", "backward"] if trace.trains else ["forward"]
-            calls = [Call(kind, segment, 0) for kind in kinds for segment in self.segments]
-            self.trace = stage_trace(trace._replace(microbatches=1), stage, calls)
-        part = self.trace
-        self.costs = Costs(part, cluster)
-        self.visits = [part.visits[v] for segment in self.segments for v in split.visits(segment)]
+            calls = [Call(kind, segment, 0) for kind in kinds for segment in segments]
+            trace = stage_trace(trace._replace(microbatches=1), stage, calls)
+        self.trace = trace
+        self.costs = Costs(trace, cluster)
+        self.visits = [trace.visits[v] for segment in segments for v in split.visits(segment)]
         used = {unit for visit in self.visits for unit in visit.units}
-        trained = {unit for visit in self.visits for unit in visit.trained} if part.trains else set()
-        self.units = [part.units[unit] for unit in sorted(used)]
-        self.trained = [unit for unit in self.units if unit.id in trained]
-        self.room = budget - sum(state_bytes(part).values()) if part.precision else math.inf
+        trained = {unit for visit in self.visits for unit in visit.trained if trace.trains}
+        self.units = [trace.units[unit] for unit in sorted(used)]
+        self.trained = [trace.units[unit] for unit in sorted(trained)]
+        self.room = budget - sum(state_bytes(trace).values()) if trace.precision else math.inf
         self.each = [self._of_visit(visit) for visit in self.visits]
-        self.forwards = self.microbatches * sum(each.forward for each in self.each)
         seconds = [each.forward for each in self.each] + [each.backward for each in self.each]
         self.computes = self.microbatches * sum(seconds)
-        self._optimizer()
+        self.first = [u for u in self.visits[0].units if trace.units[u].trainable]  # what the first visit waits for
+        # the gather of one may begin while others are updated
+        self.norm = self.update = self.first_update = 0.0
+        if trace.update_when != "never" and trace.trained:
+            ops = after_program(trace.trained, trace.lent)
+            self.norm = self._seconds(op for op in ops if isinstance(op, Norm))
+            self.update = self._seconds(op for op in ops if isinstance(op, Update))
+            self.first_update = min((self.costs.seconds(Update((unit,))) for unit in self.first), default=0.0)
         self._work()
+
+    def _seconds(self, ops: Iterable[Op]) -> float:
+        return sum(map(self.costs.seconds, ops))
 
     def _of_visit(self, visit: Visit) -> _VisitCost:
         forward = self.costs.seconds(Forward(visit.id, (), True))
@@ -185,48 +191,36 @@ class _StageBound:
         inner = visit.cost.inner_bytes if recompute > 0 else 0
         return _VisitCost(forward, backward, recompute, inner)
 
-    def _optimizer(self) -> None:
-        part = self.trace
-        self.first = [u for u in self.visits[0].units if part.units[u].trainable]  # what the first visit waits for
-        self.norm = self.update = self.first_update = 0.0
-        if part.update_when == "never" or not part.trained:
-            return
-        ops = [op for op in after_program(part.trained, part.lent) if isinstance(op, Norm | Update)]
-        self.norm = sum(self.costs.seconds(op) for op in ops if isinstance(op, Norm))
-        self.update = sum(self.costs.seconds(op) for op in ops if isinstance(op, Update))
-        # the gather of one may begin while others are updated
-        self.first_update = min((self.costs.seconds(Update((unit,))) for unit in self.first), default=0.0)
-
     def _work(self) -> None:
         """Adds up what streams and links do at least."""
         part = self.trace
-        m = self.microbatches
         computes: list[Op] = [Forward(v.id, (), True) for v in self.visits]
         computes += [Backward(v.id, (), ()) for v in self.visits if part.trains]
         fresh = tuple(unit.id for unit in self.units if unit.trainable)  # others may stay from step to step
         plain = tuple(unit.id for unit in self.trained if not unit.sum_bytes)
-        collectives: list[Op] = []
-        if fresh:
-            collectives.append(Gather(fresh, fresh))
-        if plain:
-            collectives.append(Reduce(plain, plain))
+        collectives: list[Op] = [Gather(fresh, fresh), Reduce(plain, plain)]
         collectives += [Reduce((unit.id,), (0,)) for unit in self.trained if unit.sum_bytes]
         collectives += [AllReduce((unit.id,)) for unit in self.trained if part.replicas > 1]
-        messages: list[Op] = []
-        for number, flow in enumerate(self.split.flows):
-            for back in [False, True] if flow.grad_bytes and part.trains else [False]:
-                source, target = self.split.ends(number, back)
-                if source != target and self.stage in (source, target):
-                    kind = Send if source == self.stage else Receive
-                    messages.append(kind(number, 0, 0, back))
         self.busy: dict[str, float] = {"gather": 0.0, "reduce": 0.0, **dict.fromkeys(LINKS, 0.0)}
-        for ops, times in (computes, m), (collectives, 1), (messages, m):
+        for ops, times in (computes, self.microbatches), (collectives, 1), (self._messages(), self.microbatches):
             for op in ops:
                 for resource, seconds in self.costs.phases(op):
                     if resource in LINKS:
                         self.busy[resource] += times * seconds
                     if op.stream != "compute":
                         self.busy[op.stream] = self.busy.get(op.stream, 0.0) + times * seconds
+
+    def _messages(self) -> list[Op]:
+        """Returns what the stage sends and receives in a microbatch."""
+        messages: list[Op] = []
+        for number, flow in enumerate(self.split.flows):
+            for back in (False, True):
+                source, target = self.split.ends(number, back)
+                exists = not back or (flow.grad_bytes and self.trace.trains)
+                if exists and source != target and self.stage in (source, target):
+                    kind = Send if source == self.stage else Receive
+                    messages.append(kind(number, 0, 0, back))
+        return messages
 
     def terms(self) -> dict[str, float]:
         """Returns the seconds of a step, by what they are the least for."""
@@ -247,11 +241,10 @@ class _StageBound:
     def _compute(self) -> float:
         """Returns the stream of computes, and what is before the first one and after the last."""
         part = self.trace
-        # the gather for the first compute; with several stages others compute meanwhile
-        alone = self.first and self.split.stages == 1
-        gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first))) if alone else 0.0
-        after = [self._reduction(unit.id) for unit in self.trained]
-        reduction = min(after, default=0.0)
+        gather = 0.0  # for the first compute; with several stages others compute meanwhile
+        if self.first and self.split.stages == 1:
+            gather = self.costs.seconds(Gather(tuple(self.first), tuple(self.first)))
+        reduction = min((self._reduction(unit.id) for unit in self.trained), default=0.0)
         if part.split is None and part.trains:  # the last backward is known
             last = part.visits[part.order[-1].visit].trained
             reduction = max(map(self._reduction, last), default=0.0)
@@ -270,7 +263,8 @@ class _StageBound:
         m = self.microbatches
         graphs = [(m * each.forward, m * each.inner) for each in self.each]
         free = m * sum(max(0.0, each.forward - each.recompute) for each in self.each)
-        most = min(self.forwards, _most(graphs, self._room_for_graphs()) + free)
+        forwards = m * sum(each.forward for each in self.each)
+        most = min(forwards, _most(graphs, self._room_for_graphs()) + free)
         return self.turn + self.computes - most + self.norm + self.update
 
     def _room_for_graphs(self) -> float:
@@ -300,7 +294,10 @@ class _StageBound:
                 return math.inf
         for _ in range(50):
             middle = (low + high) / 2
-            low, high = (middle, high) if lacks(middle) > 0 else (low, middle)
+            if lacks(middle) > 0:
+                low = middle
+            else:
+                high = middle
         return low
 
     def _lacks(self) -> Callable[[float], float]:
@@ -319,10 +316,9 @@ class _StageBound:
             again.append((unit.gather_bytes, 0 if nodes else m, Gather((unit.id,), (0,))))
         for unit in self._in_slots(self.trained) if m > 1 else ():
             again.append((unit.reduce_bytes, m - 1, Reduce((unit.id,), (0,))))
-        links: dict[str, list[tuple[int, float]]] = {link: [] for link in LINKS}
-        for nbytes, times, op in again:
-            for link, items in links.items():
-                items.append((nbytes, times * self._on(link, op)))
+        links: dict[str, list[tuple[float, float]]] = {}
+        for link in LINKS:
+            links[link] = [(nbytes, times * self._on(link, op)) for nbytes, times, op in again]
         of_graphs = sum(nbytes for nbytes, _ in graphs)
         in_slots = sum(nbytes for nbytes, *_ in again)
         total = (held + of_graphs + in_slots) * (1 - 1e-9)

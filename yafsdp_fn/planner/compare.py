@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.footprint import gib
 from yafsdp_fn.planner.plan import Plan, with_picture
 from yafsdp_fn.planner.simulate import proved
 from yafsdp_fn.program.ops import ComputeOp
@@ -152,12 +153,14 @@ class Comparison(NamedTuple):
         found: list[str] = []
         if self.tokens:
             found.append(f"{self.tokens:,} {self.unit} a step")
-        inside = {axis: None for each in self.timelines.values() for axis, size in each.trace.inside if size > 1}
+        inside: dict[str, int] = {}
+        for each in self.timelines.values():
+            inside |= {axis: size for axis, size in each.trace.inside if size > 1}
         if inside:
             found.append(f"sent: without the collectives of blocks over {', '.join(inside)}")
         for name, plan in self.plans.items():
             if not plan.fits:
-                found.append(f"does not fit into {plan.budget / 2**30:.1f} GiB: {name}")
+                found.append(f"does not fit into {gib(plan.budget)} GiB: {name}")
         first, *others = self.timelines
         for other in others:
             found += self._against(first, other)
@@ -177,7 +180,8 @@ class Comparison(NamedTuple):
             return
         parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
         most = max(late, key=lambda number: abs(late[number]))
-        yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {shown(abs(late[most]))}"
+        by = shown(abs(late[most]))
+        yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {by}"
 
     def __str__(self) -> str:
         """Returns the table, its units in a line of their own, the notes, and the words."""

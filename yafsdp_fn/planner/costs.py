@@ -81,12 +81,12 @@ class Costs:
         match op:
             case ops.Forward(visit, carry_slot=slot):
                 cost = trace.visits[visit].cost
-                computed = phases_of_compute(cluster, cost, forward=True, backward=False, kernels=trace.kernels)
+                computed = phases_of_compute(cluster, cost, trace.kernels, forward=True)
                 saved = 0 if slot is None else 2 * cost.carry_slot_bytes
                 return computed + self._collectives(op, recompute) + through_memory(cluster, saved)
             case ops.Backward(visit, half=half):
                 cost = half_of(trace.visits[visit].cost, half)
-                computed = phases_of_compute(cluster, cost, forward=recompute, backward=True, kernels=trace.kernels)
+                computed = phases_of_compute(cluster, cost, trace.kernels, forward=recompute, backward=True)
                 return computed + self._collectives(op, recompute)
             case ops.Offload(visit) | ops.Fetch(visit):
                 seconds = trace.visits[visit].cost.carry_slot_bytes / cluster.host_bandwidth
@@ -104,35 +104,50 @@ class Costs:
                 return self._rings((u.reduce_bytes, self.holders[u.over]) for u in units)
             case ops.AllReduce(over="stages"):
                 assert trace.split is not None
-                group = cluster.group(len(trace.split.holders(op.units[0])), stride=trace.stage_ranks)
-                return cluster.all_reduce(sum(u.reduce_bytes / trace.ranks_of(u) for u in units), group)
+                stages = trace.split.holders(op.units[0])
+                group = cluster.group(len(stages), stride=trace.stage_ranks)
+                shards = sum(u.reduce_bytes / trace.ranks_of(u) for u in units)
+                return cluster.all_reduce(shards, group)
             case ops.AllReduce():
                 return tuple(itertools.chain.from_iterable(map(self._all_reduce, units)))
             case ops.Send(flow) | ops.Receive(flow):
                 assert trace.split is not None
                 return cluster.message(trace.split.bytes_of(op.message), link(trace, cluster, flow))
             case ops.Stash():
-                return through_memory(cluster, sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units))
+                copied = sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units)
+                return through_memory(cluster, copied)
             case ops.Norm():
-                return through_memory(cluster, sum(4 * u.numel // trace.ranks_of(u) for u in units))
+                read = sum(4 * u.numel // trace.ranks_of(u) for u in units)
+                return through_memory(cluster, read)
             case ops.Update(part=part) if part % 2:
-                lent = [of for of in trace.lent if of.unit in op.units]
-                flops = sum(flops for of in lent for _, _, _, flops in of.leaves)
-                return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), forward=True, backward=False)
+                flops = 0
+                for of in trace.lent:
+                    if of.unit in op.units:
+                        flops += sum(leaf[-1] for leaf in of.leaves)
+                return phases_of_compute(cluster, Cost(flops=flops // trace.ranks), trace.kernels, forward=True)
             case ops.Update():
-                # on the CPU it is one kernel, whatever those of blocks are
-                each = UPDATE_BYTES["fused" if cluster.host_computes else trace.kernels]
-                shares = [each * u.numel // trace.ranks_of(u) // (1 + trace.parts(u.id) // 2) for u in units]
-                encoded = [u.numel // trace.ranks_of(u) for u in units if u.gathered_as is not None]
-                updated = through_memory(cluster, sum(shares), sum(encoded))
-                # states on the host: fetched beside the update of the unit before, and returned
-                copied = [2 * state_on_host(trace, u) // (1 + trace.parts(u.id) // 2) for u in units]
-                waited = sum(copied) / cluster.host_bandwidth - seconds_of(updated)
-                return (*updated, Phase("host", waited)) if waited > 0 else updated
+                return self._update(units)
             case ops.Exchange():  # all-to-alls send R - 1 parts
                 whole = lent_bytes(trace, op.units) * trace.ranks / max(trace.ranks - 1, 1)
                 return cluster.all_to_all(whole, self.shard)
         return op.phases(cluster)
+
+    def _update(self, units: Iterable[UnitSpec]) -> tuple[Phase, ...]:
+        trace = self.trace
+        cluster = self.cluster
+        # on the CPU it is one kernel, whatever those of blocks are
+        width = UPDATE_BYTES["fused" if cluster.host_computes else trace.kernels]
+        moved = encoded = copied = 0
+        for unit in units:
+            times = 1 + trace.parts(unit.id) // 2
+            moved += width * unit.numel // trace.ranks_of(unit) // times
+            copied += 2 * state_on_host(trace, unit) // times
+            if unit.gathered_as is not None:
+                encoded += unit.numel // trace.ranks_of(unit)
+        updated = through_memory(cluster, moved, encoded)
+        # states on the host: fetched beside the update of the unit before, and returned
+        waited = copied / cluster.host_bandwidth - seconds_of(updated)
+        return (*updated, Phase("host", waited)) if waited > 0 else updated
 
     def collectives(
         self, op: ops.Forward | ops.Backward, recompute: bool = False
@@ -145,12 +160,18 @@ class Costs:
         beside = trace.beside(op.visit)
         calls: Collectives = (*own.collectives, *beside.collectives)
         if isinstance(op, ops.Backward):
-            calls = (*beside.adjoints, *own.collectives * recompute, *own.adjoints) if op.half != "weights" else ()
-        sizes = [size for _, size in trace.mesh]
-        stride = {name: math.prod(sizes[at + 1 :]) for at, (name, _) in enumerate(trace.mesh)}  # tensor: neighbours
+            if op.half == "weights":
+                return []
+            again = own.collectives * recompute
+            calls = (*beside.adjoints, *again, *own.adjoints)
+        groups: dict[str, CollectiveRanks] = {}
+        stride = 1
+        for name, size in reversed(trace.mesh):  # neighbours first
+            groups[name] = cluster.group(size, stride)
+            stride *= size
         found: list[tuple[str, tuple[Phase, ...]]] = []
         for axis, kind, nbytes in calls:
-            group = cluster.group(dict(trace.mesh).get(axis, 1), stride[axis])
+            group = groups[axis]
             match kind:
                 case "psum" | "pmax":
                     each = cluster.all_reduce(nbytes, group)
@@ -189,12 +210,14 @@ class Costs:
         cluster = self.cluster
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
-        times = unit.reduced_as is not None  # encoded, and decoded
-        through = through_memory(cluster, times * (unit.reduce_bytes + 2 * unit.reduce_wire), times * 2 * unit.numel)
+        through: tuple[Phase, ...] = ()
+        if unit.reduced_as is not None:  # encoded, and decoded
+            through = through_memory(cluster, unit.reduce_bytes + 2 * unit.reduce_wire, 2 * unit.numel)
         if nodes == 1 or local == 1:
             return cluster.all_to_all(unit.reduce_wire, self.holders[unit.over]) + through
         inside = cluster.all_to_all(unit.reduce_wire / nodes, cluster.group(local))
-        return inside * nodes + cluster.all_to_all(unit.reduce_wire / local, CollectiveRanks(nodes, 1)) + through
+        outside = cluster.all_to_all(unit.reduce_wire / local, CollectiveRanks(nodes, 1))
+        return inside * nodes + outside + through
 
     def _all_reduce(self, unit: UnitSpec) -> tuple[Phase, ...]:
         ranks = self.trace.ranks_of(unit)
@@ -287,25 +310,28 @@ def by_ops(trace: Trace, policy: Literal["op", "selective", "checkpoint"], every
     for v in remat.layer_visits(trace)[every - 1 :: every]:
         visit = visits[v]
         cost = visit.cost
-        products = {"op": cost.flops // 2, "selective": 0, "checkpoint": cost.flops - cost.last_flops}[policy]
-        kept = {"op": cost.inner_bytes * 2 // 5, "selective": cost.inner_bytes, "checkpoint": 0}[policy]
-        attention = 0 if policy == "op" else cost.attention_flops
+        products = kept = 0
         moved = cost.bwd_moved
-        if policy != "selective":
+        if policy == "selective":
+            kept = cost.inner_bytes
+        else:
+            products = cost.flops - cost.last_flops
+            if policy == "op":
+                products = cost.flops // 2
+                kept = cost.inner_bytes * 2 // 5
             part = products / max(cost.flops, 1)
             once = cost.moved
             once = once._replace(products=int(once.products * part), product_kernels=round(once.product_kernels * part))
             moved = Moved(*map(operator.add, moved, once))
-        visits[v] = visit._replace(
-            cost=cost._replace(
-                bwd_flops=cost.bwd_flops + products,
-                bwd_attention_flops=cost.bwd_attention_flops + attention,
-                bwd_moved=moved,
-                inner_bytes=kept,
-                bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes - kept,
-            ),
-            adjoints=visit.adjoints + (visit.collectives if policy == "checkpoint" else ()),
+        cost = cost._replace(
+            bwd_flops=cost.bwd_flops + products,
+            bwd_attention_flops=cost.bwd_attention_flops + cost.attention_flops * (policy != "op"),
+            bwd_moved=moved,
+            inner_bytes=kept,
+            bwd_peak_bytes=cost.bwd_peak_bytes + cost.inner_bytes - kept,
         )
+        again = visit.collectives if policy == "checkpoint" else ()
+        visits[v] = visit._replace(cost=cost, adjoints=visit.adjoints + again)
     return trace._replace(visits=tuple(visits))
 
 
@@ -316,7 +342,7 @@ def through_memory(cluster: Cluster, nbytes: float, encoded: int = 0) -> tuple[P
 
 
 def phases_of_compute(
-    cluster: Cluster, cost: Cost, *, forward: bool, backward: bool, kernels: str = "fused"
+    cluster: Cluster, cost: Cost, kernels: str, *, forward: bool = False, backward: bool = False
 ) -> tuple[Phase, ...]:
     """Returns the phases of a pass, or of both. kernels: as `Trace.kernels`"""
     matmul = cost.flops * forward + cost.bwd_flops * backward
@@ -324,7 +350,6 @@ def phases_of_compute(
     seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops
     for moved, runs in (cost.moved, forward), (cost.bwd_moved, backward):
         others, launched = moved.others(kernels)
-        nbytes = moved.products + others
-        count = moved.product_kernels + launched
-        seconds += runs * (nbytes / cluster.memory_bandwidth + count * cluster.kernel_latency)
+        through = (moved.products + others) / cluster.memory_bandwidth
+        seconds += runs * (through + (moved.product_kernels + launched) * cluster.kernel_latency)
     return (Phase("compute", seconds),) if seconds else ()

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections import Counter
+from collections.abc import Collection
 from typing import NamedTuple
 
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
@@ -107,12 +108,13 @@ class Memory:
         """None where the peak is within `budget` bytes; else which items are too large, and what would fit."""
         if self.peak_bytes <= budget:
             return None
-        largest = "; ".join(f"{words(name)} {_gib(size)}: {ADVICE[name]}" for name, size in self.largest())
-        text = f"needs {_gib(self.peak_bytes)} on each rank, {_gib(self.peak_bytes - budget)} more than {_gib(budget)}"
+        largest = "; ".join(f"{words(name)} {_sized(size)}: {ADVICE[name]}" for name, size in self.largest())
+        over = _sized(self.peak_bytes - budget)
+        text = f"needs {_sized(self.peak_bytes)} on each rank, {over} more than {_sized(budget)}"
         sharded = sum(getattr(self, name) for name in SHARDED)
         rest = self.peak_bytes - sharded + self.aliased
         if rest >= budget:
-            alone = f"on any number of ranks: all that is not cut over ranks is {_gib(rest)}"
+            alone = f"on any number of ranks: all that is not cut over ranks is {_sized(rest)}"
             return f"{text}, and would not fit {alone}. Largest: {largest}"
         ranks = math.ceil(self.ranks * sharded / (budget - rest))
         return f"{text}. A shard group of {ranks} ranks would fit. Largest: {largest}"
@@ -123,7 +125,7 @@ class Memory:
         rows.append(("peak", peak, f"  at op {self.op}: {self.at}"))
         if self.host:
             rows.append(("on the host", self.host, ""))
-        return "\n".join(f"{name:<15} {_gib(size):>12}{more}" for name, size, more in rows)
+        return "\n".join(f"{name:<15} {_sized(size):>12}{more}" for name, size, more in rows)
 
 
 def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
@@ -150,9 +152,9 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),))
     if trace.ordered:
         comms.set_micro_shards(trace.microbatches * comms.world)
-    receive, staging = _buffers(program, dtypes, comms, device)
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
+    receive, staging = _buffers(program, dtypes, grads_alias, comms, device)
     ranks = trace.ranks
     scratch = 0
     if not all(own.compute == own.reduce or own.multiplied_wider(device) for own in dtypes.values()):
@@ -182,8 +184,10 @@ def state_bytes(trace: Trace) -> dict[str, int]:
     """Returns the items of `Memory` that are shards, which no schedule changes: those of `SHARDED`."""
     dtypes = _dtypes(trace)
     trained = frozen = copies = 0
-    numels = {(of.numel, trace.ranks // trace.ranks_of(of)): shard_numel(trace, of) for of in trace.units}
-    of_states = (numels.get((numel, parts), 0) * nbytes for numel, nbytes, parts in trace.optimizer.shards)
+    of_size: dict[tuple[int, int], int] = {}  # elements of a unit and parts it is split into -> those of its shard
+    for unit in trace.units:
+        of_size[unit.numel, trace.ranks // trace.ranks_of(unit)] = shard_numel(trace, unit)
+    of_states = [of_size.get((numel, parts), 0) * nbytes for numel, nbytes, parts in trace.optimizer.shards]
     largest_on_host = max((state_on_host(trace, unit) for unit in trace.units), default=0)
     for unit in trace.units:
         gathered = unit.gather_bytes // trace.ranks_of(unit)
@@ -271,10 +275,12 @@ def _aliases(trace: Trace, dtypes: dict[int, Dtypes]) -> tuple[frozenset[int], f
     return frozenset(weights), frozenset(grads)
 
 
-def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: str) -> tuple[int, int]:
-    """Returns the bytes of what reductions over shards and over replicas go through: see `Memory.receive`."""
+def _buffers(
+    program: Program, dtypes: dict[int, Dtypes], alias: Collection[int], comms: Ranks, device: str
+) -> tuple[int, int]:
+    """Returns the bytes of what reductions over shards and over replicas go through: see `Memory.receive`. alias: units
+    that nothing reduces, since gradient slots are the shards"""
     trace = program.trace
-    _, alias = _aliases(trace, dtypes)
     reduced = Counter(unit for op in program.ops if isinstance(op, Reduce) for unit in op.units)
     scratch: set[NamedDtype] = set()  # of sums
     replicated: set[NamedDtype] = set()  # of sums over replicas
@@ -285,7 +291,8 @@ def _buffers(program: Program, dtypes: dict[int, Dtypes], comms: Ranks, device: 
         times = 0 if unit in alias else reduced[unit]
         spec = trace.units[unit]
         numel = shard_numel(trace, spec)
-        receive = max(receive, receive_numel(comms.without(spec.over), spec.reduce_wire // trace.ranks_of(spec), wide))
+        sent = spec.reduce_wire // trace.ranks_of(spec)
+        receive = max(receive, receive_numel(comms.without(spec.over), sent, wide))
         staging = max(staging, staging_numel(comms, numel, param, wire, wide) * wire.itemsize)
         if times > 1 or (times and wide is not None and (comms.deterministic or comms.ranks > 1)):
             scratch.add(wide or wire.promoted(param))
@@ -307,5 +314,10 @@ def words(item: str) -> str:
     return item.replace("_", " ").replace("grad ", "gradient ")
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """Returns bytes as a number of GiB."""
+    return f"{nbytes / 2**30:.1f}"
+
+
+def _sized(nbytes: int) -> str:
     return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**27 else f"{nbytes / 2**20:.2f} MiB"

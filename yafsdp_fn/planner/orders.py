@@ -55,9 +55,10 @@ class CallGraph(NamedTuple):
 
         def kept(visit: int) -> int:
             cost = trace.visits[visit].cost
-            again = visit in recomputed
-            taken = sum(value.nbytes for value in cost.takes if again or value.number not in cost.unsaved)
-            return taken + cost.beside_bytes + (0 if again else cost.inner_bytes)
+            if visit in recomputed:
+                return sum(value.nbytes for value in cost.takes) + cost.beside_bytes
+            saved = [value.nbytes for value in cost.takes if value.number not in cost.unsaved]
+            return sum(saved) + cost.beside_bytes + cost.inner_bytes
 
         def by_segment(of_visit: Callable[[int], float]) -> tuple[float, ...]:
             return tuple(sum(map(of_visit, range(*ends))) for ends in split.segments)
@@ -136,15 +137,10 @@ class Simulator:
         others = count - 1
         source = [0, *[-m] * others, *[m] * others, 0, *nothing]
         # of each call
-        self.seconds: list[float] = []
-        self.takes: list[float] = []
-        self.delay: list[float] = []
-        self.source: list[int] = []
-        for line in range(3 * count):
-            self.seconds += [seconds[line]] * m
-            self.takes += [takes[line]] * m
-            self.delay += [delay[line]] * m
-            self.source += [source[line]] * m
+        self.seconds = [value for value in seconds for _ in range(m)]
+        self.takes: list[float] = [value for value in takes for _ in range(m)]
+        self.delay = [value for value in delay for _ in range(m)]
+        self.source = [value for value in source for _ in range(m)]
         self.ends: list[float] = []
         self.causes: list[int] = []
 
@@ -240,12 +236,13 @@ def _listed(simulator: Simulator, ahead: float, memory: float) -> list[list[int]
         blocked = False
         for s in own[stage]:
             under_way = done[s] - done[count + s]
-            forward = [s] if done[s] < m and under_way < caps[s] else []
-            backward = [count + s] if under_way else []
-            for line in (*forward, *backward):
+            lines = [s] * (done[s] < m and under_way < caps[s]) + [count + s] * (under_way > 0)
+            for line in lines:
                 code = line * m + done[line]
                 source = simulator.source[code]
-                arrives = ends.get(code + source, math.inf) + simulator.delay[code] if source else 0.0
+                arrives = 0.0
+                if source:
+                    arrives = ends.get(code + source, math.inf) + simulator.delay[code]
                 if arrives > now:
                     soonest = min(soonest, arrives)
                 elif used[stage] + simulator.takes[code] > memory:
@@ -253,9 +250,9 @@ def _listed(simulator: Simulator, ahead: float, memory: float) -> list[list[int]
                 else:
                     best = max(best, line)
         if best < 0:
-            late = max(own[stage], key=lambda s: done[count + s] - done[2 * count + s])
-            pending = done[count + late] > done[2 * count + late]
-            if pending and (blocked or soonest - now >= PATIENCE * calls.weights[late]):
+            waiting = {s: done[count + s] - done[2 * count + s] for s in own[stage]}  # backwards of weights
+            late = max(waiting, key=waiting.__getitem__)
+            if waiting[late] > 0 and (blocked or soonest - now >= PATIENCE * calls.weights[late]):
                 best = 2 * count + late
         if best >= 0:
             code = best * m + done[best]
@@ -353,16 +350,21 @@ class Search:
             far = rng.choice([1, 1, 1, 2, 2, 3, 5, 8]) * rng.choice([-1, -1, 1])
         to = min(len(row) - 1, max(0, at + far))
         passed = row[to:at] if to < at else row[at + 1 : to + 1]
-        m = self.calls.microbatches
-        if not passed or any(other % size == code % size or other // m == code // m for other in passed):
+        if not passed:
             return None
+        m = self.calls.microbatches
+        for other in passed:
+            if other % size == code % size or other // m == code // m:
+                return None
         changed = [*row]
         changed.insert(to, changed.pop(at))
         return [*self._best[:stage], changed, *self._best[stage + 1 :]]
 
     def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
         """Returns the calls on the critical path of the last run, which was of `rows`, as stages and places."""
-        places = {code: (stage, at) for stage, row in enumerate(rows) for at, code in enumerate(row)}
+        places: dict[int, tuple[int, int]] = {}
+        for stage, row in enumerate(rows):
+            places |= {code: (stage, at) for at, code in enumerate(row)}
         code = max(rows, key=self.length)[-1]
         path = []
         while code >= 0:

@@ -8,6 +8,7 @@ from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.cluster import cluster as named
+from yafsdp_fn.planner.footprint import gib
 from yafsdp_fn.planner.simulate import Work, proved, run, tasks, work
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.program import Program
@@ -90,14 +91,6 @@ class Plan(NamedTuple):
         return self.work.bound
 
     @property
-    def bound_in_words(self) -> str:
-        """Returns `bound`; beside it the overhead, a figure of the cluster without a known cause, if it takes a tenth
-        of the step."""
-        part = self.work.overhead_s / self.step_s if self.step_s else 0.0
-        doubt = f" and, for {part:.0%} of the step, by an overhead that nothing explains (unit_overhead)"
-        return self.bound + doubt * (part > 0.1)
-
-    @property
     def headroom(self) -> float:
         """The part of the step that a perfect overlap would save, and with stages one without a bubble."""
         return 1 - self.work.seconds / self.step_s
@@ -132,29 +125,32 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         rate = self.tokens_per_s
-        span = " to ".join(shown(seconds, 3) for seconds in self.range_s)
+        span = " to ".join(map(shown, self.range_s))
         counted = f" of {self.tokens:,} {self.unit}" if self.tokens else ""
         speed = ""
         if rate:
             number = f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
             speed = f": {number} {self.unit}/s"
+        alone = ", ".join(f"{name} {shown(seconds, 4)}" for name, seconds in zip(PARTS, self.work, strict=True))
+        # a figure of the cluster without a known cause: said if it takes a tenth of the step
+        unknown = self.work.overhead_s / self.step_s if self.step_s else 0.0
+        doubt = f" and, for {unknown:.0%} of the step, by an overhead that nothing explains (unit_overhead)"
         lines = [
             f"{shown(self.step_s, 4)} ({span}) a step{counted} on {self.cluster.name}{speed}",
-            "alone: "
-            + ", ".join(f"{name} {shown(seconds, 4)}" for name, seconds in zip(PARTS, self.work, strict=True)),
-            f"bound by {self.bound_in_words}; {self.headroom_in_words} of the step",
+            f"alone: {alone}",
+            f"bound by {self.bound}{doubt * (unknown > 0.1)}; {self.headroom_in_words} of the step",
             self.least.against(self.step_s),
             f"beside products and attention: {KERNELS[self.program.trace.kernels]}",
             *self._stages(),
             str(self.memory),
-            f"{'fits' if self.fits else 'does NOT fit'} into {self.budget / 2**30:.1f} GiB of tensors; a process holds "
-            + " to ".join(f"{nbytes / 2**30:.1f}" for nbytes in self.reserved_bytes)
+            f"{'fits' if self.fits else 'does NOT fit'} into {gib(self.budget)} GiB of tensors; a process holds "
+            + " to ".join(map(gib, self.reserved_bytes))
             + " GiB",
         ]
         return "\n".join(lines)
 
     def __repr__(self) -> str:
-        fits = f"{self.memory.peak_bytes / 2**30:.1f} of {self.budget / 2**30:.1f} GiB"
+        fits = f"{gib(self.memory.peak_bytes)} of {gib(self.budget)} GiB"
         return f"Plan({shown(self.step_s, 4)} a step on {self.cluster.name}, bound by {self.bound}, {fits})"
 
     def _repr_html_(self) -> str:
@@ -167,7 +163,7 @@ class Plan(NamedTuple):
             return []
         seconds = self.timeline.seconds or 1.0
         rows = [
-            f"stage {number:<4}{own.compute_s / seconds:>5.0%} busy {each.peak_bytes / 2**30:>8.1f} GiB"
+            f"stage {number:<4}{own.compute_s / seconds:>5.0%} busy {gib(each.peak_bytes):>8} GiB"
             for number, (own, each) in enumerate(zip(self.timeline.by_stage, self.stages, strict=True))
         ]
         most = self.stages.index(self.memory)
@@ -196,14 +192,18 @@ def axes(
     check_inside(names)
     parts = math.prod(inside.values())
     if parts < 1 or ranks % parts:
-        raise ValueError(f"{' x '.join(f'{name}={inside[name]}' for name in names)} does not divide {ranks} ranks")
+        asked = " x ".join(f"{name}={inside[name]}" for name in names)
+        raise ValueError(f"{asked} does not divide {ranks} ranks")
     ranks //= parts
     for name, size in (("replicate", replicate), ("local", local)):
         if size is not None and (size < 1 or ranks % size):
             raise ValueError(f"{name}={size} does not divide {ranks} ranks")
     shard = ranks // (replicate or 1)
-    if local is not None and shard % local:
+    sizes: dict[str, int] = {} if replicate is None else {"replicate": replicate}
+    if local is None:
+        sizes["shard"] = shard
+    elif shard % local:
         raise ValueError(f"local={local}: a copy of the state is cut over {shard} ranks, not a multiple of {local}")
-    outer = () if replicate is None else (("replicate", replicate),)
-    cut = (("shard", shard),) if local is None else (("node", shard // local), ("local", local))
-    return (*outer, *cut, *((name, inside[name]) for name in names))
+    else:
+        sizes |= {"node": shard // local, "local": local}
+    return tuple((sizes | {name: inside[name] for name in names}).items())

@@ -14,6 +14,7 @@ from yafsdp_fn.planner.compare import Comparison, compare
 from yafsdp_fn.planner.costs import phases_of_compute, seconds_of
 from yafsdp_fn.planner.orders import CallGraph, evaluate
 from yafsdp_fn.planner.plan import DoesNotFit
+from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.planner.space import (
     Choice,
     Mesh,
@@ -22,7 +23,6 @@ from yafsdp_fn.planner.space import (
     alike_on,
     arrangements,
     by_seconds,
-    choice_of,
     fewest,
     last,
     layers,
@@ -135,7 +135,7 @@ class Found:
     def __str__(self) -> str:
         best = self.best
         is_default = self.default is not None and self.default.point == best.point
-        head = f"{best.point}: {shown(best.step_s, 4)} a step, {best.peak_bytes / 2**30:.1f} GiB"
+        head = f"{best.point}: {shown(best.step_s, 4)} a step, {footprint.gib(best.peak_bytes)} GiB"
         if is_default:
             head += "; nothing else is faster than this default"
         if self.synthesized is not None and self.synthesized.step_s >= best.step_s:
@@ -144,7 +144,8 @@ class Found:
         if self.default is not None and not is_default:
             gain = 100 * (1 - best.step_s / self.default.step_s)
             lines.append(f"  {gain:.1f}% shorter than {self.default.point}: {shown(self.default.step_s, 4)}")
-        lines += [f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}" for choice in self.runners_up]
+        for choice in self.runners_up:
+            lines.append(f"  {choice.point}: {shown(choice.step_s, 4)}, {choice.against(best)}")
         if self.synthesized is not None:
             lines.append(str(self.synthesized))
         return "\n".join(lines)
@@ -211,11 +212,10 @@ def search(
     result = Found(best, tuple(others), default, found[best], where, budget)
     if not synthesize:
         return result
-    step = found[best]
-    several = best.point.order is not None
-    of_step = [choice.point for choice in (best, *others) if found[choice] is step]
-    alike = [point for point in of_step if (point.order is not None) == several]
-    writing = synthesis(step, alike, where, budget, seed)
+    of_step = [choice.point for choice in (best, *others) if found[choice] is result.trace]
+    staged = best.point.order is not None
+    alike = [point for point in of_step if (point.order is not None) == staged]
+    writing = synthesis(result.trace, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 
@@ -306,7 +306,7 @@ class Sweep:
 
     def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
         costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
-        forwards = [phases_of_compute(self.cluster, cost, forward=True, backward=False) for cost in costs]
+        forwards = [phases_of_compute(self.cluster, cost, "fused", forward=True) for cost in costs]
         again = order.microbatches * min(map(seconds_of, forwards), default=0.0)
         found: list[Choice] = []
         for defer in (True, False) if self.defers else (False,):
@@ -340,7 +340,8 @@ class Sweep:
         too much even for none."""
         point = point._replace(remat=recomputed)
         if self.plain.builder != "ddp":
-            point = point._replace(kept=last(lambda k: self._peak(point._replace(kept=k)), self.layers, self.budget))
+            fits = last(lambda kept: self._peak(point._replace(kept=kept)), self.layers, self.budget)
+            point = point._replace(kept=fits)
         choice = self._choice(point)
         while choice.peak_bytes > self.budget and point.kept:
             point = point._replace(kept=point.kept - 1)
@@ -359,7 +360,10 @@ class Sweep:
         peak = self._peak(point) if point.order is None else footprint.predict_memory(program).peak_bytes
         if peak > self.budget:
             return Choice(point, math.inf, math.inf, math.inf, peak)
-        return choice_of(point, program, self.cluster, peak)
+        todo = tasks(program, self.cluster)
+        alone = work(program, todo, self.cluster)
+        seconds = run(program, todo, self.cluster).seconds
+        return Choice(point, seconds, alone.compute_s, alone.comm_s, peak)
 
 
 def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
@@ -381,7 +385,8 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
         width = ranks // number
         if ranks % number or width % alike or (total * readers) % width or (width % node and node % width):
             continue
-        inside = [*arrangements(trace.on((("shard", width // alike), *trace.inside)), cluster, few=True)]
+        of_stage = trace.on((("shard", width // alike), *trace.inside))
+        inside = [*arrangements(of_stage, cluster, few=True)]
         for order in orders(trace, number, total * readers // width):
             for builder, mesh in inside:
                 yield Point(builder, (("stage", number), *mesh), order=order)

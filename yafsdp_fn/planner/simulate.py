@@ -1,10 +1,11 @@
 """Simulates a program on a cluster: its tasks, the rates of those that share links, and what bounds the step."""
 
+import functools
 import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.planner.cluster import Cluster, Phase
@@ -112,25 +113,23 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster) -> lis
     board: Scoreboard[int] = Scoreboard()
     kept = {(op.visit, op.microbatch) for op in program.ops if isinstance(op, Forward) and op.keep}
     out: list[OpTask] = []
-    known: dict[tuple[Any, ...], tuple[tuple[Phase, ...], Calls]] = {}  # of computes, alike in every microbatch
     on_host: list[int] = []  # the last compute, where the host does it
+
+    @functools.cache
+    def of_compute(op: ComputeOp, recompute: bool) -> tuple[tuple[Phase, ...], Calls]:
+        each = costs.collectives(op, recompute)
+        return costs.phases(op, recompute), tuple((name, seconds_of(of_one)) for name, of_one in each)
+
     for number, op in enumerate(_whole(program)):
         waits = [*board.use(first + number, op.stream, *op.uses()), *on_host]
         recompute = False
-        calls = Calls()
         if isinstance(op, Backward) and op.half != "weights" and (op.visit, op.microbatch) not in kept:
             visit = trace.visits[op.visit]
             recompute = bool(visit.trained) or any(value.grad_bytes for value in visit.cost.takes)
-        cost: tuple[Phase, ...]
-        if isinstance(op, ComputeOp):
-            of = type(op), op.visit, getattr(op, "half", None), getattr(op, "carry_slot", None) is None, recompute
-            if of not in known:
-                each = costs.collectives(op, recompute)
-                inside = tuple((name, seconds_of(of_one)) for name, of_one in each)
-                known[of] = costs.phases(op, recompute), inside
-            cost, calls = known[of]
+        if isinstance(op, ComputeOp):  # alike in every microbatch
+            cost, calls = of_compute(op._replace(microbatch=0), recompute)
         else:
-            cost = costs.phases(op, recompute)
+            cost, calls = costs.phases(op), Calls()
         if not all(0 <= phase.seconds < math.inf for phase in cost):
             what = f"op {number} ({type(op).__name__}) takes {seconds_of(cost)} s"
             raise ValueError(f"{what}: expected a finite time of at least 0")
@@ -169,7 +168,8 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
 
 def overhead(trace: Trace, cluster: Cluster) -> float:
     """Returns the seconds of a step that no op explains: by the units that a rank has a shard of."""
-    return cluster.overhead(sum(trace.stage is None or unit.numel > 0 for unit in trace.units))
+    held = [unit for unit in trace.units if trace.stage is None or unit.numel > 0]
+    return cluster.overhead(len(held))
 
 
 def check_costs(trace: Trace) -> None:
@@ -262,7 +262,8 @@ def _inside(task: OpTask, at: EventTime) -> tuple[Inside, ...]:
         return ()
     alone = sum(phase.seconds for phase in task.phases)
     scale = (at.end - at.start) / alone
-    gap = (alone - sum(seconds for _, seconds in task.calls)) / (len(task.calls) + 1)
+    called = sum(seconds for _, seconds in task.calls)
+    gap = (alone - called) / (len(task.calls) + 1)
     now = at.start
     found = list[Inside]()
     for name, seconds in task.calls:

@@ -1,11 +1,11 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
+import bisect
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import arguments
 from yafsdp_fn.schedules import (
@@ -147,8 +147,9 @@ def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterat
     by_node = nested and any(unit.sum_bytes for unit in trace.units)
 
     def cut(size: int, by_node: bool) -> Mesh:
-        outer = (("node", size // node), ("local", node // alike)) if by_node else (("shard", size // alike),)
-        return (*outer, *trace.inside)
+        if by_node:
+            return (("node", size // node), ("local", node // alike), *trace.inside)
+        return (("shard", size // alike), *trace.inside)
 
     yield "zero3", cut(world, by_node)
     if nested and node > 1 and not few:
@@ -210,13 +211,6 @@ class Choice(NamedTuple):
         return f"+{slower:.1%}{doubt}: {' and '.join(reasons) or 'the same work, with more waiting'}"
 
 
-def choice_of(point: Point, program: Program, cluster: Cluster, peak_bytes: int) -> Choice:
-    """Returns the choice that the program of `point` comes to in simulation."""
-    todo = tasks(program, cluster)
-    alone = work(program, todo, cluster)
-    return Choice(point, run(program, todo, cluster).seconds, alone.compute_s, alone.comm_s, peak_bytes)
-
-
 def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
     """Returns the fewest recomputed layers that fit, None where not even `most` do. needs: bytes with so many."""
     if needs(most) > budget:
@@ -225,24 +219,8 @@ def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
-    low = 0
-    high = most
-    below = value(low)
-    above = value(high)
-    if above <= limit:
-        return high
-    while high - low > 1:
-        guess = low + (high - low) * (limit - below) // (above - below)
-        middle = min(max(guess, low + 1), high - 1)
-        found = value(middle)
-        if found <= limit:
-            low = middle
-            below = found
-        else:
-            high = middle
-            above = found
-    return low
+    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n."""
+    return most if value(most) <= limit else bisect.bisect(range(1, most), limit, key=value)
 
 
 def by_seconds(choice: Choice) -> tuple[float, float, int]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.footprint import gib
 from yafsdp_fn.planner.orders import CallGraph, Rows, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
@@ -91,7 +92,7 @@ class Synthesized:
         builder = f"{self.point} ({self.builder_s:.4g} s)"
         against = f"{saved:.1%} shorter than {builder}" if saved > 0 else f"nothing shorter than {builder} was found"
         lines = [
-            f"written: {self.step_s:.4g} s a step, {self.peak_bytes / 2**30:.1f} GiB, {against}",
+            f"written: {self.step_s:.4g} s a step, {gib(self.peak_bytes)} GiB, {against}",
             f"  {self.least.against(self.step_s)}",
             f"  {counted(self.moves, 'move')}" + ", stopped early by its seconds" * self.early,
         ]
@@ -291,7 +292,8 @@ class PipelineSynthesis(Synthesis):
         room = [max(1.0, mine + self.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
         if (found.seconds, sum(found.peaks)) >= (cut.outcome.seconds, sum(cut.outcome.peaks)):
             if math.isinf(found.seconds) and room and same and cut.search is not None:
-                self._search(cut, [min(old, 0.999 * new) for old, new in zip(cut.room, room, strict=True)])
+                less = [min(old, 0.999 * new) for old, new in zip(cut.room, room, strict=True)]
+                self._search(cut, less)
             return False
         cut.design = design
         cut.outcome = found

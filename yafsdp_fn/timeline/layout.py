@@ -222,12 +222,16 @@ def _layout(timeline: Spans, words: str, per_op: float, rows: list[BoxRow]) -> L
     """Adds the collectives of blocks, the critical path, and the legend. per_op: wanted inches, of the fullest row"""
     height = max((row.top + row.height for row in rows), default=0.0) + GAP
     lanes = {(row.stage, row.stream): row for row in rows if row.stream}
-    most = max((sum(bar.kind != "idle" for bar in row.bars) for row in lanes.values()), default=0)
-    rows += [_inside(timeline.by_stage[row.stage], row) for row in lanes.values() if row.stream == "compute"]
+    most = 0
+    for row in lanes.values():
+        most = max(most, sum(bar.kind != "idle" for bar in row.bars))
+        if row.stream == "compute":
+            rows.append(_inside(timeline.by_stage[row.stage], row))
     along = [span for span in timeline.critical_path() if (span.stage, span.stream) in lanes]
-    path = tuple(_runs((lanes[span.stage, span.stream], span) for span in along))
+    path = _runs((lanes[span.stage, span.stream], span) for span in along)
     words = f"step {shown(timeline.seconds)}, {words}; idle {longest(timeline.bubbles())}"
-    return Layout(timeline, words, height, per_op * most, tuple(rows), path, tuple(_legend(timeline, rows)))
+    legend = tuple(_legend(timeline, rows))
+    return Layout(timeline, words, height, per_op * most, tuple(rows), tuple(path), legend)
 
 
 def _legend(timeline: Spans, rows: Iterable[BoxRow]) -> Iterator[Sample]:
@@ -380,7 +384,10 @@ def _calls(part: Spans) -> list[Bar]:
         op = span.op
         box = _grey(span)
         if isinstance(op, ComputeOp):
-            segment = 0 if split is None else split.of(part.trace.stage or 0).index(split.segment(op.visit))
+            segment = 0
+            if split is not None:
+                own = split.of(part.trace.stage or 0)
+                segment = own.index(split.segment(op.visit))
             place = segment / (segments - 1) if segments > 1 else 0.3
             words, ramp = CALLS[kind_of(op)]
             text = str(op.microbatch) if part.trace.microbatches > 1 else ""

@@ -30,12 +30,13 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     events: list[Event] = []
     processes = itertools.count()
     for timeline in timelines:
-        of = f"{timeline.title}, " * (timeline.stage_count > 1 < len(timelines))
+        several = len(timelines) > 1 and timeline.stage_count > 1
+        of = f"{timeline.title}, " * several
         tracks: dict[tuple[int, str], Event] = {}
         for stage, part in enumerate(timeline.by_stage):
             process = next(processes)
             tracks |= {(stage, name): {"pid": process, "tid": track} for track, name in enumerate(part.streams)}
-            events.append({"ph": "M", "pid": process, "tid": 0, **_about("process_name", name=of + part.title)})
+            events.append(_about({"pid": process, "tid": 0}, "process_name", name=of + part.title))
             events += _slices(part, stage, tracks)
         events += _arrows(timeline, tracks, len(events))
     return {"displayTimeUnit": "ms", "traceEvents": events}
@@ -44,11 +45,12 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
 def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:
     """Yields what a stage does: its tracks, and a slice for each op, and for each collective in its block."""
     for number, stream in enumerate(part.streams):
-        yield {"ph": "M", **tracks[stage, stream], **_about("thread_name", name=stream)}
-        yield {"ph": "M", **tracks[stage, stream], **_about("thread_sort_index", sort_index=number)}
+        yield _about(tracks[stage, stream], "thread_name", name=stream)
+        yield _about(tracks[stage, stream], "thread_sort_index", sort_index=number)
     for span in part.spans:
         slice_of = {"ph": "X", **tracks[stage, span.stream]}
-        yield {**slice_of, **_times(span), "name": part.describe(span), "cat": kind(span), "args": _details(part, span)}
+        about = {"name": part.describe(span), "cat": kind(span), "args": _details(part, span)}
+        yield {**slice_of, **_times(span), **about}
         for each in span.inside:
             yield {**slice_of, **_times(each), "name": each.name or "collectives of a block", "cat": "inside"}
 
@@ -82,8 +84,8 @@ def _times(what: Span | Inside) -> Event:
     return {"ts": start, "dur": _microseconds(what.end) - start}
 
 
-def _about(what: str, **args: Any) -> Event:
-    return {"name": what, "args": args}
+def _about(where: Event, what: str, **args: Any) -> Event:
+    return {"ph": "M", **where, "name": what, "args": args}
 
 
 def _details(timeline: Spans, span: Span) -> Event:
@@ -91,7 +93,8 @@ def _details(timeline: Spans, span: Span) -> Event:
     op = span.op
     trace = timeline.trace
     units = () if isinstance(op, MessageOp) else trace.units_of(op)
-    found = {"op": span.number, "units": [trace.units[unit].name for unit in units], "bytes": _nbytes(op, trace)}
+    names = [trace.units[unit].name for unit in units]
+    found = {"op": span.number, "units": names, "bytes": _nbytes(op, trace)}
     found |= {field: getattr(op, field, None) for field in ("slots", "grad_slots", "carry_slot", "microbatch")}
     if cause := timeline.by_number.get(span.cause):
         found["cause"] = {"op": cause.number, "name": timeline.describe(cause)}

@@ -127,7 +127,8 @@ class Recorder:
         for run, cause in zip(runs, _causes(runs, [at(run.stop) for run in runs], not self._cuda), strict=True):
             inside = tuple(Inside(at(start), at(stop), name) for name, start, stop in run.inside)
             spans.append(Span(run.number, run.op, run.stream, at(run.start), at(run.stop), cause, inside=inside))
-        return Timeline(self._trace, tuple(spans), max((span.end for span in spans), default=0.0), self._title)
+        seconds = max((span.end for span in spans), default=0.0)
+        return Timeline(self._trace, tuple(spans), seconds, self._title)
 
     def _seconds(self, mark: Any) -> float:
         if not self._cuda:
@@ -147,7 +148,8 @@ def _causes(runs: Sequence[OpRun], ends: Sequence[float], host_computes: bool) -
     causes: list[int | None] = []
     for index, run in enumerate(runs):
         found = [at[id(wait)] for wait in run.waits if id(wait) in at]
-        found += [before[stream] for stream in {run.stream, "compute" if host_computes else run.stream} & set(before)]
+        ahead = {run.stream, "compute"} if host_computes else {run.stream}
+        found += [before[stream] for stream in ahead.intersection(before)]
         causes.append(runs[max(found, key=lambda i: ends[i])].number if found else None)
         before[run.stream] = index
     return causes

@@ -171,7 +171,8 @@ class Spans(_Fields):
         """Seconds in which at least one of `streams` runs something."""
         of_one_stage("busy", self)
         total = end = 0.0
-        for span in sorted((span for span in self.spans if span.stream in streams), key=attrgetter("start")):
+        spans = [span for span in self.spans if span.stream in streams]
+        for span in sorted(spans, key=attrgetter("start")):
             total += max(0.0, span.end - max(span.start, end))
             end = max(end, span.end)
         return total
@@ -221,10 +222,9 @@ class Spans(_Fields):
         busy = sum(part.compute_s for part in self.by_stage) / self.stage_count
         return 1 - busy / seconds if seconds else 0.0
 
-    def bubbles(self, stage: int | None = None) -> Counter[str]:
-        """Returns the seconds that compute was idle, by reason, on a stage or on all together."""
-        parts = self.by_stage if stage is None else [self.by_stage[stage]]
-        return sums((gap.why, gap.end - gap.start) for part in parts for gap in part.idle())
+    def bubbles(self) -> Counter[str]:
+        """Returns the seconds that compute was idle, by reason, on all stages together."""
+        return sums((gap.why, gap.end - gap.start) for part in self.by_stage for gap in part.idle())
 
     def critical_path(self) -> tuple[Span, ...]:
         """Returns the chain of spans that made the step as long as it was: each began when the one before it ended."""

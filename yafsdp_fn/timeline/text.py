@@ -1,10 +1,10 @@
 """Timelines in words: a few lines for terminals, times with a unit, why a stream was idle, of a stage or of all."""
 
 from collections import Counter
-from collections.abc import Sequence
 
 from yafsdp_fn.program.trace import shortened
-from yafsdp_fn.timeline.spans import Span, Spans, StageTraffic, kind, sums
+from yafsdp_fn.timeline.spans import Spans, StageTraffic, kind, sums
+from yafsdp_fn.util.words import counted
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
@@ -20,7 +20,8 @@ def shown(seconds: float, digits: int = 3) -> str:
         return "0 s"
     scale, name = unit_of(seconds)
     value = seconds / scale
-    return f"{value:.{digits - (1 if value < 10 else 2 if value < 100 else 3)}f} {name}"
+    before = 1 + (value >= 10) + (value >= 100)  # digits before the point
+    return f"{value:.{digits - before}f} {name}"
 
 
 WORDS = {"gather": "gathers", "reduce": "reductions", "all-reduce": "all-reductions", "host": "the host"}
@@ -51,12 +52,12 @@ def render(timeline: Spans) -> str:
     if timeline.stage_count > 1:
         head += f", bubble {timeline.bubble:.1%}"
         stages = [_stage(number, part) for number, part in enumerate(timeline.by_stage)]
-        return "\n".join([head, *shortened(stages), *shortened([*map(_crossing, timeline.crossings)])])
+        crossings = [_crossing(each) for each in timeline.crossings]
+        return "\n".join([head, *shortened(stages), *shortened(crossings)])
     lines = [head]
     for stream in timeline.streams:
-        lines.append(
-            _line(stream, timeline.busy(stream), f"{share(timeline, stream):>4} busy, {_ops(timeline.on(stream))}")
-        )
+        words = f"{share(timeline, stream):>4} busy, {counted(len(timeline.on(stream)), 'op')}"
+        lines.append(_line(stream, timeline.busy(stream), words))
     if timeline.inside:
         inside = sum(each.end - each.start for each in timeline.inside)
         part = inside / (timeline.seconds or 1.0)
@@ -66,7 +67,8 @@ def render(timeline: Spans) -> str:
     path = timeline.critical_path()
     along = sums((kind(span), span.seconds) for span in path)
     running = sum(along.values())
-    words = f"{_ops(path)}: " + ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
+    parts = ", ".join(f"{shown(seconds)} {name}" for name, seconds in along.most_common())
+    words = f"{counted(len(path), 'op')}: {parts}"
     rest = timeline.seconds - running
     if rest > 1e-3 * timeline.seconds:
         words += f"; between and after them {shown(rest)}"
@@ -75,10 +77,6 @@ def render(timeline: Spans) -> str:
 
 def _line(name: str, seconds: float, words: str) -> str:
     return f"  {name:<14}{shown(seconds):>9}  {words}"
-
-
-def _ops(spans: Sequence[Span]) -> str:
-    return f"{len(spans)} op{'s' * (len(spans) != 1)}"
 
 
 def _stage(number: int, part: Spans) -> str:

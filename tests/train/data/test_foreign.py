@@ -17,13 +17,14 @@ import torch
 from tests.harness.pool import Pool
 from tests.train.data.tables import lists, rows_of, texts
 from tests.train.inside import WINDOW, flags, inside, killed
-from train.config import Config, ConfigError, Data
+from train.config import ConfigError, Data
 from train.data import sources
 from train.data import tokenizer as tokenizers
 from train.data.foreign import Pipeline, from_json, to_json
 from train.data.rows import Indexed, Mixed, Row, Rows
 from train.data.store import AT_ONCE
 from train.running import run
+from train.settings import Config
 
 
 def opened(folder: Path, heldout_rows: int = 4, **settings: Any) -> tuple[Rows, Rows]:

@@ -20,12 +20,13 @@ from tests.harness.pool import Pool
 from tests.train.data.tables import jsonl, texts
 from tests.train.inside import WINDOW, Run, flags, inside, killed, tiny
 from train import sample, tokenizer
-from train.config import Config, Data, Sources
+from train.config import Data, Sources
 from train.data import sources
 from train.data.rows import Place
 from train.data.stream import Gathered
 from train.data.tokenizer import Bytes
 from train.running.loop import Evaluation
+from train.settings import Config
 from train.trained.loaded import load
 
 

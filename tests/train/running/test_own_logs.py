@@ -10,8 +10,9 @@ import pytest
 
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
-from train.config import Config, ConfigError
+from train.config import ConfigError
 from train.running import run
+from train.settings import Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "running.md"
 STAND_IN = """

@@ -10,8 +10,9 @@ import pytest
 
 from tests.harness.pool import Pool
 from tests.train.inside import flags, inside, text
-from train.config import Config, ConfigError, Sharding
+from train.config import ConfigError, Sharding
 from train.running import run, setup
+from train.settings import Config
 
 OWN = """
 import yafsdp_fn as ya

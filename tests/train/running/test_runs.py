@@ -22,9 +22,9 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pool
 from tests.train.inside import Run, flags, inside, killed, rank, text, tiny
-from train.config import Config
 from train.data.rows import Reader
 from train.running import files, run, saves
+from train.settings import Config
 from yafsdp_fn import checkpoint
 
 STEPS = 12
