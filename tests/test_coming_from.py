@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {path.stem: path.read_text() for path in sorted((DOCS / "coming_from").glob("*.md"))}
@@ -57,7 +57,7 @@ def run_rows(_: Any, page: str, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_row_runs_on_two_ranks(page: str, pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_every_row_runs_on_two_ranks(page: str, pools: Pools, tmp_path: Path) -> None:
     assert len(list(rows(page))) > 10
     for failed in pools[2].run(run_rows, page, str(tmp_path)):
         assert not failed, "\n".join(failed)

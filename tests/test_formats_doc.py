@@ -14,7 +14,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import batch, loss, model, one_rank
 
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def trained(mesh: Any) -> None:
         assert optree.tree_leaves(ya.train_step(loss, tx)(state, batch())[1]["loss"].isfinite())[0]
 
 
-def test_the_page_on_ranks(pools: dict[int, Pool]) -> None:
+def test_the_page_on_ranks(pools: Pools) -> None:
     for world in (1, 2):
         pools[world].run(trained)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from docs.examples import from_scratch as plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 
 SOURCE = (Path(__file__).parents[1] / "docs" / "examples" / "from_scratch.py").read_text()
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def order_of_work(mesh: Any) -> list[str]:
     return begun
 
 
-def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: dict[int, Pool]) -> None:
+def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: Pools) -> None:
     last = plain.L + 1
     forward = ["gather 0"]
     for unit in range(last):
@@ -102,7 +102,7 @@ def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: dict[int,
     assert begun == forward + at_the_turn + backward
 
 
-def test_layers_share_two_slots(pools: dict[int, Pool]) -> None:
+def test_layers_share_two_slots(pools: Pools) -> None:
     assert pools[2].run(number_of_slots) == [(2, plain.L + 2)] * 2
 
 

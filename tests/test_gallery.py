@@ -21,7 +21,7 @@ from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.marks import by_day
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS
 from tests.steps.staged import test_exact_stages as staged
 from yafsdp_fn.proof.verify import RULES
@@ -184,7 +184,7 @@ def run(mesh: Any, name: str) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ENTRIES)
-def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
+def test_a_step_of_each_is_that_of_the_plain_loop(pools: Pools, name: str) -> None:
     pools[4].run(run, name)
 
 

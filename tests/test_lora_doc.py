@@ -12,7 +12,7 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 PAGE = (Path(__file__).parent.parent / "docs" / "lora.md").read_text()
 (CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -48,11 +48,11 @@ def stays(mesh: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_code_runs(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
+def test_the_code_runs(pools: Pools, tmp_path: Path, world: int) -> None:
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     llama.hf.save(tmp_path / "base", CONFIG, ya.materialize(llama.params(CONFIG)))
     pools[world].run(runs, tmp_path)
 
 
-def test_a_base_stays_under_zero2(pools: dict[int, Pool]) -> None:
+def test_a_base_stays_under_zero2(pools: Pools) -> None:
     assert pools[2].run(stays)[0] == {"layers"}

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 PARAMS = {"layers": ya.Stacked({"w": ya.Param((2, 4, 4))})}
 TX = ya.optim.adamw(1e-3)
@@ -39,7 +39,7 @@ def with_arrays(mesh: Any) -> tuple[list[list[float]], float, float, str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_arrays_of_numpy_are_sharded_as_tensors_are(pools: dict[int, Pool], world: int) -> None:
+def test_arrays_of_numpy_are_sharded_as_tensors_are(pools: Pools, world: int) -> None:
     found = pools[world].run(with_arrays)
     rows = np.arange(32.0).reshape(8, 4).tolist()
     assert [row for mine, *_ in found for row in mine] == rows
@@ -58,7 +58,7 @@ def a_module_of_its_own(mesh: Any) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_that_no_parameter_goes_into_is_refused(pools: dict[int, Pool], world: int) -> None:
+def test_a_loss_that_no_parameter_goes_into_is_refused(pools: Pools, world: int) -> None:
     assert all(
         "the loss does not depend on the differentiated arguments" in text
         for text in pools[world].run(a_module_of_its_own)
@@ -82,7 +82,7 @@ def other_things(mesh: Any) -> list[str]:
     return found
 
 
-def test_what_is_given_for_something_else_is_named(pools: dict[int, Pool]) -> None:
+def test_what_is_given_for_something_else_is_named(pools: Pools) -> None:
     for said in pools[2].run(other_things):
         for text, part in zip(
             said,
@@ -160,7 +160,7 @@ def other_optimizers(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_state_made_by_another_optimizer_is_refused_by_name(pools: dict[int, Pool], world: int) -> None:
+def test_a_state_made_by_another_optimizer_is_refused_by_name(pools: Pools, world: int) -> None:
     """Some were taken in silence, as Adam's moments by SGD; others failed in the words of a tuple's."""
     for said in pools[world].run(other_optimizers):
         for text, parts in zip(said, [parts for *_, parts in OTHERS for _ in range(3)], strict=True):
@@ -177,7 +177,7 @@ def other_figures(mesh: Any) -> list[Any]:
     return found
 
 
-def test_one_with_other_figures_is_taken(pools: dict[int, Pool]) -> None:
+def test_one_with_other_figures_is_taken(pools: Pools) -> None:
     assert pools[2].run(other_figures) == [[1, 1]] * 2
 
 
@@ -493,7 +493,7 @@ UNCLEAR: dict[str, Any] = {
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("cases", ["SILENT", "UNCLEAR"])
-def test_mistakes_are_refused_in_words_of_this_library(pools: dict[int, Pool], world: int, cases: str) -> None:
+def test_mistakes_are_refused_in_words_of_this_library(pools: Pools, world: int, cases: str) -> None:
     for said in pools[world].run(refusals, cases):
         for text, begins in zip(said, globals()[cases], strict=True):
             assert text.startswith(begins), text
@@ -510,7 +510,7 @@ def steps_on(mesh: Any) -> list[int]:
     return counts
 
 
-def test_a_batch_that_all_ranks_have_is_warned_of(pools: dict[int, Pool]) -> None:
+def test_a_batch_that_all_ranks_have_is_warned_of(pools: Pools) -> None:
     assert pools[1].run(steps_on) == [[0, 0]]
     assert pools[2].run(steps_on) == [[1, 0]] * 2
 
@@ -529,7 +529,7 @@ def of_a_sampler(mesh: Any) -> list[list[str]]:
     return [warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": rows}) for rows in given]
 
 
-def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(pools: dict[int, Pool]) -> None:
+def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(pools: Pools) -> None:
     assert pools[1].run(of_a_sampler) == [[[], []]]
     for as_they_are, cut in pools[2].run(of_a_sampler):
         assert as_they_are == [] and len(cut) == 1
@@ -546,7 +546,7 @@ def partly_frozen(mesh: Any) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_tensor_that_was_frozen_before_it_is_sharded_is_warned_of(pools: dict[int, Pool], world: int) -> None:
+def test_a_tensor_that_was_frozen_before_it_is_sharded_is_warned_of(pools: Pools, world: int) -> None:
     for mixed, *right in pools[world].run(partly_frozen):
         assert right == [[]] * 4
         assert [text.partition(",")[0] for text in mixed] == ["shard: a does not require grad"]
@@ -576,7 +576,7 @@ def out_of_place(mesh: Any, rows: Any, microbatches: int) -> list[float]:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_may_write_to_its_batch(pools: dict[int, Pool], world: int, microbatches: int) -> None:
+def test_a_loss_may_write_to_its_batch(pools: Pools, world: int, microbatches: int) -> None:
     """The call before the first step wrote to it, too."""
     rows = torch.arange(32.0).view(8, 4)
     assert pools[world].run(in_place, rows, microbatches) == pools[world].run(out_of_place, rows, microbatches)
@@ -590,7 +590,7 @@ def of_other_layouts(mesh: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_sparse_tensor_may_be_in_a_batch(pools: dict[int, Pool], world: int) -> None:
+def test_a_sparse_tensor_may_be_in_a_batch(pools: Pools, world: int) -> None:
     for dense, sparse in pools[world].run(of_other_layouts):
         assert dense == sparse
 
@@ -637,7 +637,7 @@ def between_steps(mesh: Any, how: str, compute: torch.dtype) -> list[Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("how", WRITES)
-def test_a_write_between_steps_is_computed_with_or_refused(pools: dict[int, Pool], world: int, how: str) -> None:
+def test_a_write_between_steps_is_computed_with_or_refused(pools: Pools, world: int, how: str) -> None:
     for compute in (torch.float32, torch.bfloat16):
         counts = how in ("under no_grad", "detached")
         same_memory = compute == torch.float32 and how != "other memory"
@@ -672,7 +672,7 @@ def without_it(mesh: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_states_and_steps_under_inference_mode_are_as_without_it(pools: dict[int, Pool], world: int) -> None:
+def test_states_and_steps_under_inference_mode_are_as_without_it(pools: Pools, world: int) -> None:
     assert pools[world].run(under_inference_mode) == pools[world].run(without_it)
 
 
@@ -694,6 +694,6 @@ def by_hand(mesh: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizers_update_takes_a_states_own_trees(pools: dict[int, Pool], world: int) -> None:
+def test_an_optimizers_update_takes_a_states_own_trees(pools: Pools, world: int) -> None:
     for ours, theirs in pools[world].run(by_hand):
         torch.testing.assert_close(ours, theirs)  # a fused kernel rounds otherwise

@@ -20,7 +20,7 @@ import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import batch_of, compare, joined, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS, TX, Batch, Params, block, embed, head
 
 DOUBLE = ya.Precision(torch.float64)
@@ -165,7 +165,7 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
         (2, "shard", True),
     ],
 )
-def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
+def test_transforms(pools: Pools, world: int, axes: str, same_data: bool) -> None:
     """All of them on one rank, on two, and on two that hold all; on four, and of the same data, those that differ."""
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
     most = [*few, "vjp", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
@@ -199,7 +199,7 @@ def weighted(mesh: Any) -> None:
 
 
 @PLACES
-def test_weighted_losses(pools: dict[int, Pool], world: int, axes: str) -> None:
+def test_weighted_losses(pools: Pools, world: int, axes: str) -> None:
     pools[world].run(on, axes, weighted)
 
 
@@ -258,7 +258,7 @@ def shared_arguments(mesh: Any) -> None:
     ("world", "axes"),
     [(1, "shard"), (2, "shard"), nightly(2, "copies"), nightly(4, "replicate")],
 )
-def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
+def test_arguments_that_ranks_share(pools: Pools, world: int, axes: str) -> None:
     pools[world].run(on, axes, shared_arguments)
 
 
@@ -272,31 +272,9 @@ def examples(mesh: Any) -> None:
 
 
 @PLACES
-def test_plain_arguments_and_examples(pools: dict[int, Pool], world: int, axes: str) -> None:
+def test_plain_arguments_and_examples(pools: Pools, world: int, axes: str) -> None:
     pools[world].run(on, axes, plain_arguments)
     pools[world].run(on, axes, examples)
-
-
-@on_ranks(1, 2)
-def test_jacobians(mesh: Any) -> None:
-    """By rows, exact; by columns there is no basis on several ranks, of shards."""
-    s = Setting(mesh, "base")
-    both = lambda loss: lambda p: torch.stack([loss(p), loss(p).square()])  # noqa: E731
-    ours, theirs = both(lambda p: s.loss(p, s.own)), [both(lambda p, b=b: s.loss(p, b)) for b in s.batches]
-    rows = [tf.jacrev(f)(s.plain) for f in theirs]
-    for k in range(2):
-        expected = optree.tree_map(lambda *x, k=k: torch.stack([y[k] for y in x]).mean(0), *rows)
-        got = optree.tree_map(lambda x, k=k: x[k], tf.jacrev(ours)(s.sharded))
-        s.check(got, expected, f"jacrev, row {k}")
-    x = torch.rand(3, generator=torch.Generator().manual_seed(1)).double()
-    of_input = lambda x: s.loss(s.sharded, s.own) * x.square()  # noqa: E731
-    compare(tf.jacfwd(of_input)(x), tf.jacfwd(lambda x: s.loss(s.plain, s.own) * x.square())(x), BOUND, "of inputs")
-    for columns in (tf.jacfwd(ours), tf.hessian(lambda p: ya.vdot(p, p))):
-        if mesh.size() == 1:
-            columns(s.sharded)
-        else:
-            with pytest.raises(RuntimeError, match="jacfwd or hessian with respect to sharded parameters"):
-                columns(s.sharded)
 
 
 PLAIN_ARGUMENTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
@@ -352,7 +330,7 @@ def by_plain_arguments(mesh: Any) -> None:
         nightly(4, "replicate"),
     ],
 )
-def test_by_plain_arguments(pools: dict[int, Pool], world: int, axes: str) -> None:
+def test_by_plain_arguments(pools: Pools, world: int, axes: str) -> None:
     pools[world].run(on, axes, by_plain_arguments)
 
 
@@ -366,6 +344,6 @@ def refused(mesh: Any) -> list[str]:
     return found
 
 
-def test_what_would_not_be_differentiated_is_refused(pools: dict[int, Pool]) -> None:
+def test_what_would_not_be_differentiated_is_refused(pools: Pools) -> None:
     for found in pools[2].run(refused):
         assert all("inside another derivative takes no has_aux and no microbatches" in text for text in found)

@@ -15,7 +15,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness import failing
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.program.test_program import measured
 from tests.program.traces import cut, model
 
@@ -98,7 +98,7 @@ def printed(mesh: Any) -> tuple[str, str, str]:
     return repr(state), repr(state.params["layers"]), repr(state.params["head"])
 
 
-def test_a_state_says_names_shapes_dtypes_and_bytes(pools: dict[int, Pool]) -> None:
+def test_a_state_says_names_shapes_dtypes_and_bytes(pools: Pools) -> None:
     for state, layers, head in pools[2].run(printed):
         assert state.splitlines() == [
             "ShardedState(step=0, seed=0) on the mesh (shard=2)",

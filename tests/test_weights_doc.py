@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import assert_equal, batch, block, embed, loss, model, one_rank
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import named_leaves
@@ -223,7 +223,7 @@ def runs(mesh: Any, heading: str, folder: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("heading", SECTIONS)
-def test_the_code_runs(pools: dict[int, Pool], world: int, heading: str, tmp_path: Path) -> None:
+def test_the_code_runs(pools: Pools, world: int, heading: str, tmp_path: Path) -> None:
     pools[world].run(runs, heading, str(tmp_path))
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from tests.extras.tape import TapeRecorder
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import (
     L,
     Model,
@@ -92,7 +92,7 @@ def places(mesh: DeviceMesh, count: int) -> tuple[int, int, int]:
     return tapes.recorded, tapes.replayed, len({(op.slots, getattr(op, "grad_slots", None)) for op in ops})
 
 
-def test_one_graph_per_slot_stands_for_every_layer(pools: dict[int, Pool]) -> None:
+def test_one_graph_per_slot_stands_for_every_layer(pools: Pools) -> None:
     found = []
     for count in (5, 8):
         for recorded, replayed, expected in pools[2].run(places, count):

@@ -480,23 +480,6 @@ def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_kno
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
 
 
-def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are made in it."""
-    params, model = functional()
-    seen, forward = [], Model.forward
-
-    def looks(self: Any, tokens: Tensor) -> Tensor:
-        weight = self.layers[0].up.weight
-        seen.append((weight.dtype, weight.device, weight.shape, next(self.tail.parameters()).dtype))
-        return forward(self, tokens)
-
-    monkeypatch.setattr(Model, "forward", looks)
-    for dtype in (torch.bfloat16, torch.float32):
-        state = ya.shard(params, None, mesh=one_rank(), precision=ya.Precision(compute=dtype))
-        assert model(state.params, tokens_of(0)).dtype == dtype
-        assert seen.pop() == (dtype, torch.device("cpu"), (8, 8), dtype) and not seen
-
-
 def test_weights_are_freed_with_their_trees_without_a_collection() -> None:
     module = made()
     params, model = ya.functionalize(module, "layers")

@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness import problems
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Params, Problem, block, embed
 from tests.steps.test_allocations import measured
 from yafsdp_fn.nn import cross_entropy
@@ -113,7 +113,7 @@ EARLY, LATE = ["gradients"], ["total", "gradients"]
     ],
 )
 def test_the_forward_forms_the_gradient_where_the_slot_is_free(
-    pools: dict[int, Pool],
+    pools: Pools,
     world: int,
     name: str,
     schedule: str,
@@ -161,9 +161,7 @@ def largest(mesh: Any, schedule: str, microbatches: int) -> list[int]:
 @pytest.mark.parametrize(
     ("schedule", "microbatches"), [("zero3", 1), ("zero3", 2), ("deferred", 2), ("zero3-remat-all", 1)]
 )
-def test_nothing_of_weight_size_is_allocated(
-    pools: dict[int, Pool], world: int, schedule: str, microbatches: int
-) -> None:
+def test_nothing_of_weight_size_is_allocated(pools: Pools, world: int, schedule: str, microbatches: int) -> None:
     """The weight takes 24,576 bytes, the embedding's gradient 8,192, the chunk of logits 768."""
     for found in pools[world].run(largest, schedule, microbatches):
         assert max(found) <= 8192

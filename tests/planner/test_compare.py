@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.harness import failing
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.planner import Plan, compare, simulate
 from yafsdp_fn.planner.compare import ScheduleFigures
 from yafsdp_fn.schedules import Program, Send, assign, chained_order, cut, one_f_one_b, zero2, zero3
@@ -175,6 +175,6 @@ def measured(mesh: Any) -> tuple[str, list[str | None]]:
     return str(found), [note.split(",")[0] for note in found.notes]
 
 
-def test_measured_beside_predicted_on_two_ranks(pools: dict[int, Pool]) -> None:
+def test_measured_beside_predicted_on_two_ranks(pools: Pools) -> None:
     for text, (note, *_) in pools[2].run(measured):
         assert re.search(r"^measured +2 .* - ", text, re.M) and note.startswith("predicted over measured: step ")

@@ -24,7 +24,7 @@ from models.parts.axes import Axes
 from tests.axes import model as small
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import Model, batch, loss, model, one_rank
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.nn import cross_entropy
@@ -176,7 +176,7 @@ def test_one_rank_holds_what_is_predicted() -> None:
     assert real["grad_slots"] > 0 and real["receive"] > 0
 
 
-def test_two_ranks_hold_what_is_predicted(pools: dict[int, Pool]) -> None:
+def test_two_ranks_hold_what_is_predicted(pools: Pools) -> None:
     cases = [("fp32", "zero3", 1), ("bf16", "zero2", 2), ("bf16 wire", "zero3", 1), ("wide sums", "remat", 2)]
     real = same(pools[2].run(held, cases))
     assert real["weight_slots"] > 0 and not real["secondary"]
@@ -191,7 +191,7 @@ def test_two_ranks_hold_what_is_predicted(pools: dict[int, Pool]) -> None:
     ],
 )
 def test_other_meshes_hold_what_is_predicted(
-    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]], item: str
+    pools: Pools, mesh: str, cases: list[tuple[str, str, int]], item: str
 ) -> None:
     assert same(pools[4].run(on, mesh, held, cases))[item] > 0
 
@@ -208,13 +208,13 @@ OWN = [
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
+def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: Pools, world: int) -> None:
     real = same(pools[world].run(held, OWN, own_dtypes))
     assert real["working_copy"] > 0
 
 
 @pytest.mark.parametrize(("world", "mesh"), [(1, "shard"), (2, "shard"), nightly(4, "replicate"), (4, "nodes")])
-def test_what_travels_in_formats_holds_what_is_predicted(pools: dict[int, Pool], world: int, mesh: str) -> None:
+def test_what_travels_in_formats_holds_what_is_predicted(pools: Pools, world: int, mesh: str) -> None:
     schedules = [("hpz", 1)] if mesh == "nodes" else [("zero3", 1), ("zero2", 2)]
     cases = [(precision, *case) for precision in ("fp32", "wide sums", "fp64 wide") for case in schedules]
     real = same(pools[world].run(on, mesh, held, cases, on_the_wire))
@@ -225,9 +225,7 @@ def test_what_travels_in_formats_holds_what_is_predicted(pools: dict[int, Pool],
     ("mesh", "cases"),
     [("replicate", [OWN[2], OWN[4]]), ("nodes", [("bf16 wire", "hpz", 1), OWN[4]])],
 )
-def test_leaves_of_their_own_dtype_on_other_meshes(
-    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]]
-) -> None:
+def test_leaves_of_their_own_dtype_on_other_meshes(pools: Pools, mesh: str, cases: list[tuple[str, str, int]]) -> None:
     same(pools[4].run(on, mesh, held, cases, own_dtypes))
 
 
@@ -255,12 +253,12 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int
     [{"tensor": 2}, {"context": 2}, {"expert": 2}],
     ids=str,
 )
-def test_axes_inside_blocks_hold_what_is_predicted(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+def test_axes_inside_blocks_hold_what_is_predicted(pools: Pools, axes: dict[str, int]) -> None:
     cases = [("fp64", "zero3", 1), ("fp64 wide", "zero2", 2)]
     assert same(pools[4].run(held_over_axes, axes, cases))["weight_slots"] > 0
 
 
-def test_units_that_no_rank_shares_are_their_own_slots(pools: dict[int, Pool]) -> None:
+def test_units_that_no_rank_shares_are_their_own_slots(pools: Pools) -> None:
     """On tensor ranks alone, where others are still cut."""
     pools[2].stop()  # the scratch of sums stays with a mesh: that of another test would be counted
     assert same(pools[2].run(held_over_axes, {"tensor": 2}, [("fp64", "zero3", 1)]))["weight_slots"] > 0
@@ -273,7 +271,7 @@ def held_deterministic(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tup
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_deterministic_meshes_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
+def test_deterministic_meshes_hold_what_is_predicted(pools: Pools, world: int) -> None:
     """Nothing aliases at one rank, and reductions land in R shards."""
     real = same(pools[world].run(held_deterministic, [("fp32", "zero3", 2), ("bf16 wire", "zero2", 1)]))
     assert real["weight_slots"] > 0 and real["grad_slots"] > 0 and real["receive"] > 0
@@ -425,7 +423,7 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
         ({"context": 2}, False),
     ],
 )
-def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str, int], sequence: bool) -> None:
+def test_the_peak_over_axes_inside_blocks(pools: Pools, axes: dict[str, int], sequence: bool) -> None:
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     every = ((SMALL_HEAD, "all", 0.01), (SMALL_HEAD, "none", 0.01), (CONFIG, "all", 0.05))
     for config, remat, tolerance in every[:1] if sequence else every:
@@ -433,7 +431,7 @@ def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str
             agree(real, predicted, tolerance)
 
 
-def test_the_peak_on_two_ranks(pools: dict[int, Pool]) -> None:
+def test_the_peak_on_two_ranks(pools: Pools) -> None:
     for real, predicted in pools[2].run(measured, LARGE_HEAD, "all", 2):
         agree(real, predicted, 0.01)
 
@@ -447,7 +445,7 @@ def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_peak_with_muon(pools: dict[int, Pool], world: int) -> None:
+def test_the_peak_with_muon(pools: Pools, world: int) -> None:
     for real, predicted in pools[world].run(with_muon, "all"):
         agree(real, predicted, 0.03)
 

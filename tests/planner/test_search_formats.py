@@ -13,7 +13,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.api.test_relative_errors import by_definition, is_near
 from tests.harness.meshes import made
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import one_rank
 from tests.planner.test_search import MIXED, SLOW, TX
 from yafsdp_fn.planner import FormatsFound, search
@@ -111,5 +111,5 @@ def in_matrices(path: str) -> bool:
     return path.startswith("layers") and "norm" not in path
 
 
-def test_its_errors_are_those_of_plain_values(pools: dict[int, Pool]) -> None:
+def test_its_errors_are_those_of_plain_values(pools: Pools) -> None:
     pools[2].run(measured)

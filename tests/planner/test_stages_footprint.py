@@ -10,7 +10,7 @@ import pytest
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.small import batch
 from tests.planner.test_footprint import (
     MUON,
@@ -77,9 +77,7 @@ def held(mesh: Any, order: str, precision: str, optimizer: str) -> tuple[dict[st
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize(("order", "precision", "optimizer"), CASES)
-def test_a_stage_holds_what_is_predicted(
-    pools: dict[int, Pool], world: int, order: str, precision: str, optimizer: str
-) -> None:
+def test_a_stage_holds_what_is_predicted(pools: Pools, world: int, order: str, precision: str, optimizer: str) -> None:
     for predicted, real in pools[world].run(held, order, precision, optimizer):
         assert predicted == real
         assert real["carry_slots"] > 0 and (real["optimizer"] > 0 or optimizer == "sgd")
@@ -106,6 +104,6 @@ PEAKS = [
 
 @pytest.mark.parametrize("world", [2, nightly(4)])
 @pytest.mark.parametrize(("order", "remat", "tolerance"), PEAKS)
-def test_the_peak_of_a_stage(pools: dict[int, Pool], world: int, order: str, remat: str, tolerance: float) -> None:
+def test_the_peak_of_a_stage(pools: Pools, world: int, order: str, remat: str, tolerance: float) -> None:
     for real, predicted in pools[world].run(peak, order, remat):
         agree(real, predicted, tolerance)

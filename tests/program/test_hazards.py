@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from yafsdp_fn.program.ops import OPS, STREAMS
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -25,53 +23,6 @@ from yafsdp_fn.schedules import (
 A, B = ("slot", 0, 0), ("slot", 0, 1)
 
 
-def test_a_reader_waits_for_the_last_writer() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    assert board.use("first writer", "reduce", [], [A]) == []
-    assert board.use("writer", "gather", [], [A]) == ["first writer"]
-    assert board.use("reader", "compute", [A], []) == ["writer"]
-    assert board.use("another reader", "compute", [A], []) == ["writer"]
-
-
-def test_a_writer_waits_for_the_last_reader_of_each_stream() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    for key, stream in [("r0", "compute"), ("r1", "compute"), ("r2", "reduce")]:
-        assert board.use(key, stream, [A], []) == []
-    assert board.use("writer", "gather", [], [A]) == ["r1", "r2"]
-    assert board.use("next writer", "reduce", [], [A]) == ["writer"]
-
-
-def test_readers_before_a_write_are_forgotten_after_it() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    board.use("old reader", "compute", [A], [])
-    board.use("writer", "gather", [], [A])
-    board.use("reader", "reduce", [A], [])
-    assert board.use("next writer", "compute", [], [A]) == ["writer", "reader"]
-
-
-def test_a_stream_runs_in_order_and_waits_for_nothing_of_its_own() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    board.use("writer", "gather", [], [A])
-    board.use("reader", "gather", [A], [])
-    assert board.use("next writer", "gather", [A], [A]) == []
-    assert board.use("other stream", "compute", [], [A]) == ["next writer"]
-
-
-def test_buffers_are_apart() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    board.use("writer of A", "gather", [], [A])
-    assert board.use("reader of B", "compute", [B], []) == []
-    assert board.use("reader of both", "compute", [A, B], []) == ["writer of A"]
-    assert board.use("writer of both", "gather", [], [A, B]) == ["reader of both"]
-
-
-@pytest.mark.parametrize(("reads", "writes"), [([A], [A]), ([A, A], []), ([], [A, A]), ([A], [A, A])])
-def test_no_use_waits_for_itself(reads: list[tuple[object, ...]], writes: list[tuple[object, ...]]) -> None:
-    board: Scoreboard[str] = Scoreboard()
-    assert board.use("own", "compute", reads, writes) == []
-    assert board.use("next", "gather", [], [A]) == ["own"]
-
-
 def test_forget_and_clear() -> None:
     board: Scoreboard[str] = Scoreboard()
     board.use("writer", "gather", [], [A, B])
@@ -81,33 +32,6 @@ def test_forget_and_clear() -> None:
     assert board.use("later", "reduce", [], [B]) == ["writer", "reader"]
     board.clear()
     assert board.use("last", "compute", [A], [B]) == []
-
-
-def test_uses_of_every_op() -> None:
-    slot, grad, s = "slot", "grad slot", "set 7"
-    shards = [("grad shard", 3), ("grad shard", 4)]
-    assert Gather((3, 4), (0, 1)).uses(s) == ([("shard", 3), ("shard", 4)], [(slot, s, 0), (slot, s, 1)])
-    assert Gather((3,), (0,), "node").uses(s) == ([("secondary", s, 3)], [(slot, s, 0)])
-    assert Stash((3, 4), (0, 1)).uses(s) == ([(slot, s, 0), (slot, s, 1)], [("secondary", s, 3), ("secondary", s, 4)])
-    assert Forward(9, (0, 1), True).uses(s) == ([(slot, s, 0), (slot, s, 1)], [])
-    assert Backward(9, (0, 1), (2,)).uses(s) == ([(slot, s, 0), (slot, s, 1)], [(grad, s, 2)])
-    carry, host = ("carry slot", s, 5), ("host", s, 9)
-    assert Forward(9, (0,), False, carry_slot=5).uses(s) == ([(slot, s, 0)], [carry])
-    assert Backward(9, (0,), (2,), carry_slot=5).uses(s) == ([(slot, s, 0), carry], [(grad, s, 2)])
-    assert Forward(9, (0,), True, early=(2,)).uses(s) == ([(slot, s, 0)], [(grad, s, 2)])
-    assert Offload(9, 5).uses(s) == ([carry], [host])
-    assert Fetch(9, 5).uses(s) == ([host], [carry])
-    taken, given = (carry, (("carry slot", s, 6))), [("carry slot", s, 7)]
-    assert Forward(9, (0,), True, takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], given)
-    assert Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], [(grad, s, 2), *given])
-    assert Backward(9, (0,), (), gives=(7,), half="inputs").uses(s) == ([(slot, s, 0)], given)
-    assert Backward(9, (), (2,), half="weights").uses(s) == ([], [(grad, s, 2)])
-    assert Send(3, 5).uses(s) == ([carry], []) and Receive(3, 5, 1, True).uses(s) == ([], [carry])
-    assert Reduce((3,), (2,)).uses(s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
-    assert AllReduce((3, 4)).uses(s) == ([], [*shards, ("replicate",)])
-    assert Norm((3, 4)).uses(s) == (shards, [("norm",)])
-    assert Exchange((3, 4), 0).uses(s) == ([], [("optimizer", 3), ("optimizer", 4)])
-    assert Update((3,)).uses(s) == ([("norm",)], [("shard", 3), ("optimizer", 3), ("grad shard", 3)])
 
 
 EVERY_OP = (

@@ -14,7 +14,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
 from tests.harness.oracle import check_exact
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS
 from tests.program.traces import cut, model
 from tests.steps.staged import test_exact_stages
@@ -68,7 +68,7 @@ def staged_on_ranks(mesh: Any) -> None:
     test_exact_stages.check(mesh, "skip", "own", 2, (3,), False)
 
 
-def test_the_order_is_exact_on_ranks(pools: dict[int, Pool]) -> None:
+def test_the_order_is_exact_on_ranks(pools: Pools) -> None:
     pools[2].run(staged_on_ranks)
 
 
@@ -121,7 +121,7 @@ def on_ranks(mesh: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2, nightly(3)])
-def test_it_is_exact_on_ranks(pools: dict[int, Pool], world: int) -> None:
+def test_it_is_exact_on_ranks(pools: Pools, world: int) -> None:
     assert pools[world].run(on_ranks)[0] == ["twice", "pairs"]
 
 

@@ -14,7 +14,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness import small
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS, TX, base_loss, base_params
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update
 from yafsdp_fn.timeline import Timeline, record
@@ -88,7 +88,7 @@ def three_microbatches(mesh: Mesh, schedule: str, problem: str) -> tuple[list[Ti
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(pools: dict[int, Pool], schedule: str) -> None:
+def test_two_ranks(pools: Pools, schedule: str) -> None:
     outcomes = pools[2].run(three_microbatches, schedule, "tied" if schedule == "zero3" else "base")
     for rank, (timelines, program) in enumerate(outcomes):
         assert len(timelines) == 3
@@ -105,7 +105,7 @@ def replicas(_: Mesh) -> tuple[list[Timeline], Program]:
     return steps_of(ya.mesh(replicate=2, device="cpu"), "zero3", "base", donate=False)
 
 
-def test_replicas_that_hold_it_all(pools: dict[int, Pool]) -> None:
+def test_replicas_that_hold_it_all(pools: Pools) -> None:
     """Ops with nothing to do have no span, and the others keep their numbers."""
     timelines, program = pools[2].run(replicas)[1]
     check(timelines[-1], "measured, rank 1 of 2")
@@ -128,7 +128,7 @@ def outside(mesh: Mesh) -> list[Any]:
     return list(recording.timelines)
 
 
-def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
+def test_updates_follow_the_gradient_they_use(pools: Pools) -> None:
     timelines = pools[2].run(outside)[0]
     assert len(timelines) == 4
     for timeline in timelines:
@@ -151,7 +151,7 @@ def slow_gathers(mesh: Mesh) -> Timeline:
         return steps_of(mesh, "zero3", "base")[0][-1]
 
 
-def test_spans_last_as_long_as_the_work(pools: dict[int, Pool]) -> None:
+def test_spans_last_as_long_as_the_work(pools: Pools) -> None:
     timeline = pools[2].run(slow_gathers)[0]
     gathers = [span for span in timeline.spans if isinstance(span.op, Gather)]
     assert all(span.seconds >= 0.004 for span in gathers)

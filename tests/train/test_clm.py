@@ -157,19 +157,6 @@ def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tup
     assert newest(tmp_path) == f"step-{STEPS + 3:08d}"
 
 
-@pytest.mark.nightly
-def test_chunks_train_the_same_model(tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]) -> None:
-    """During warmup, whose rate does not know how many steps there are."""
-    steps = 5
-    more = ("--sharding.chunks", "2", "--steps", str(steps), "--eval-every", "0")
-    ended = run(2, *flags(tmp_path, text, *more))
-    assert [e.status for e in ended] == [0, 0], ended
-    got, expected = (
-        [line["loss"] for line in metrics(runs) if "loss" in line][:steps] for runs in (tmp_path, unbroken[0])
-    )
-    assert got == pytest.approx(expected, rel=1e-5)
-
-
 def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Trained(Exception):
         """Carries the loss."""

@@ -19,7 +19,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.data.test_sources import Numbered
 from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
 from train import export, sample
@@ -90,9 +90,7 @@ def by_hand(kind: str, folder: Path) -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["sft", "packed"])
-def test_the_loss_is_the_mean_over_what_counts_however_it_is_cut(
-    pools: dict[int, Pool], tmp_path: Path, kind: str
-) -> None:
+def test_the_loss_is_the_mean_over_what_counts_however_it_is_cut(pools: Pools, tmp_path: Path, kind: str) -> None:
     """In float64, on two ranks, against documents one by one: no prompt's target and no padding counts, and nobody sees
     another document."""
     expected, gradient = by_hand(kind, tmp_path)
@@ -130,7 +128,7 @@ def fine(ranks: list[Run]) -> list[Run]:
 
 
 @pytest.fixture(scope="module")
-def base(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/a, of clm."""
     folder = tmp_path_factory.mktemp("base")
     text(folder, 100)
@@ -144,9 +142,7 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 @pytest.mark.nightly
-def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
-    pools: dict[int, Pool], base: Path
-) -> None:
+def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(pools: Pools, base: Path) -> None:
     argv = chat_flags(base, "--optim.learning-rate", "0.01", "--data.seq-len", "12", "--data.batch", "1")
     two = pools[2].run(tuned, (*argv, "--steps", "40"), killed, 12)
     assert {one.error for one in two} == {"Killed: "}
@@ -164,7 +160,7 @@ def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
 
 @pytest.mark.parametrize(("world", "batch"), [nightly(1, 2), (2, 1)])
 def test_a_small_file_trains_as_it_is_and_says_so(
-    pools: dict[int, Pool], base: Path, tmp_path: Path, world: int, batch: int
+    pools: Pools, base: Path, tmp_path: Path, world: int, batch: int
 ) -> None:
     """Two rows, and nothing held out: a step reads what there is, and nothing is evaluated."""
     given = chat_flags(base, "--data.seq-len", "12", "--steps", "20", "--name", f"small{world}")
@@ -219,7 +215,7 @@ def asked(mesh: Any, folder: Path) -> str:
     return out.getvalue()
 
 
-def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Path, tmp_path: Path) -> None:
+def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_path: Path) -> None:
     """clm -> adapters -> a directory -> all weights -> a sample: each begins with the weights of the one before."""
     more = ("--optim.learning-rate", "0.01", "--data.seq-len", str(3 * WINDOW), "--steps", "3", "--eval-every", "0")
     adapters = ("--lora.rank", "2", "--lora.where", "q_proj.weight", "down_proj.weight", "--lora.stored", "int8")

@@ -20,7 +20,7 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from train import tokenizer
 from train.config import Chats, ConfigError, Sources
 from train.data import store
@@ -355,9 +355,7 @@ def read_on_ranks(mesh: Any, cache: Path, steps: int) -> tuple[int, str, list[li
     return len(written), rows.fingerprint(), [batch["targets"].tolist() for batch, _ in found]
 
 
-def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(pools: Pools, tmp_path: Path) -> None:
     """Conversations are longer than a row; steps go into the second epoch."""
     two = pools[2].run(read_on_ranks, tmp_path / "two", 60)
     ((wrote, known_as, alone),) = pools[1].run(read_on_ranks, tmp_path / "one", 60)

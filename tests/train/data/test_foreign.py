@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.data.tables import lists, rows_of, texts
 from tests.train.inside import WINDOW, flags, inside, killed
 from train.config import Config, ConfigError, Data
@@ -477,7 +477,7 @@ def piped(folder: Path, source: str, *more: str) -> tuple[str, ...]:
     return tuple(argv)
 
 
-def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: Pools, tmp_path: Path) -> None:
     argv = piped(tmp_path, OWN)
     two = pools[2].run(inside, argv, killed, 7)
     assert {one.error for one in two} == {"Killed: "}
@@ -495,7 +495,7 @@ def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: dict[int, Pool], tm
     assert "--resume: the text is not that of the run" in changed.error
 
 
-def test_a_pipeline_that_deals_out_rows_itself_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_pipeline_that_deals_out_rows_itself_is_refused(pools: Pools, tmp_path: Path) -> None:
     source = f"""{OWN}
 import os
 def rows(*, split, epoch, seed, seq_len):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.data.tables import jsonl, texts
 from tests.train.inside import WINDOW, Run, flags, inside, killed, tiny
 from train import sample, tokenizer
@@ -40,7 +40,7 @@ def together(ranks: Sequence[Run], steps: int) -> list[str]:
 
 
 @pytest.mark.nightly
-def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: Pools, tmp_path: Path) -> None:
     """Two ranks until they are killed in step 7, whose last checkpoint is of step 4; then three, then one."""
     glob = jsonl(tmp_path, texts(60))
     data = ("--data.datasets", glob, "--data.streaming", "--data.shuffle", "16", "--data.packing", "documents")
@@ -59,7 +59,7 @@ def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool
 
 
 @pytest.mark.nightly
-def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_run_keeps_its_tokenizer(pools: Pools, tmp_path: Path) -> None:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)
     tokenizer.learn(tokenizer.Config(tmp_path / "bpe", 512, Sources(files=(f"{tmp_path}/*.txt",))))
@@ -84,7 +84,7 @@ def sampled(mesh: Any, folder: Path) -> str:
     return out.getvalue()
 
 
-def test_held_out_losses_are_means_over_targets(pools: dict[int, Pool]) -> None:
+def test_held_out_losses_are_means_over_targets(pools: Pools) -> None:
     draw = torch.Generator().manual_seed(0)
     rows = [{"tokens": torch.randint(9, (4,), generator=draw), "targets": torch.zeros(4)} for _ in range(24)]
     for index, row in enumerate(rows):

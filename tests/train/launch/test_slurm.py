@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.stalls import until
 from tests.train.hosts import INTERFACE, on, two_hosts
 from tests.train.inside import flags, inside, text
@@ -125,9 +125,7 @@ def losses(run: Path) -> list[tuple[int, float, float]]:
     "HOSTS" not in os.environ, reason="HOSTS=1 trains on two hosts made of namespaces: 23 s of CPU, as root"
 )
 @pytest.mark.timeout(300)
-def test_two_hosts_train_what_four_ranks_here_train(
-    tmp_path: Path, pools: dict[int, Pool], hosts: tuple[str, str]
-) -> None:
+def test_two_hosts_train_what_four_ranks_here_train(tmp_path: Path, pools: Pools, hosts: tuple[str, str]) -> None:
     text(tmp_path, 100)
     argv = flags(tmp_path, "--model", "debug", "--steps", "4", "--timeout", "100")
     assert [rank.error for rank in pools[4].run(inside, argv)] == [""] * 4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.inside import flags, inside, text
 
 
@@ -34,7 +34,7 @@ def collections(mesh: Any, argv: tuple[str, ...]) -> tuple[str, list[int], set[b
 
 @pytest.mark.parametrize(("every", "expected", "on"), [(5, [5, 10], {False}), (0, None, {True})])
 def test_garbage_is_collected_after_the_same_steps_on_all_ranks(
-    pools: dict[int, Pool], tmp_path: Path, every: int, expected: list[int] | None, on: set[bool]
+    pools: Pools, tmp_path: Path, every: int, expected: list[int] | None, on: set[bool]
 ) -> None:
     text(tmp_path, 60)
     for error, after, was, now in pools[2].run(collections, flags(tmp_path, "--gc-every", str(every))):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.inside import flags, inside, text
 from train.config import Config, ConfigError
 from train.running import run
@@ -51,7 +51,7 @@ def on_the_page(column: int = 0) -> str:
 
 
 @pytest.mark.parametrize("raises", [-1, 3])
-def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_rank_0_calls_it_with_every_line(raises: int, pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
     module = STAND_IN.format(seen=str(seen), raises=raises)
@@ -70,7 +70,7 @@ def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tm
     assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
 
 
-def test_mlflow_gets_numbers_and_the_step_apart(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_mlflow_gets_numbers_and_the_step_apart(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
     module = MLFLOW.format(seen=str(seen))
@@ -87,9 +87,7 @@ def test_mlflow_gets_numbers_and_the_step_apart(pools: dict[int, Pool], tmp_path
     assert begun == ["begun", "mine"] and lines == kept and len(kept) == 4
 
 
-def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     (tmp_path / "mine.py").write_text("import nothing_like_it\n")
     found = {rank.error for rank in pools[2].run(inside, flags(tmp_path, "--log", f"{tmp_path / 'mine.py'}:log"))}

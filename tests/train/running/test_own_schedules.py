@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.inside import flags, inside, text
 from train.config import Config, ConfigError, Sharding
 from train.running import run, setup
@@ -29,7 +29,7 @@ def losses(folder: Path, name: str) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     own, seen = tmp_path / "own.py", tmp_path / "seen"
     own.write_text(OWN.format(seen=str(seen)))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.inside import Run, flags, inside, killed, rank, text, tiny
 from train.config import Config
 from train.data.rows import Reader
@@ -52,7 +52,7 @@ def fine(ranks: list[Run]) -> list[Run]:
 
 
 @pytest.mark.nightly
-def test_every_example_is_read_once_by_four_ranks_then_two_then_three(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_every_example_is_read_once_by_four_ranks_then_two_then_three(pools: Pools, tmp_path: Path) -> None:
     """Killed after their checkpoints: what was read after those is read again."""
     windows = 4 * (2 * 4) + 4 * (2 * 2) + 2 * (2 * 3)
     text(tmp_path, windows)
@@ -76,9 +76,7 @@ def under(mesh: Any, environment: dict[str, str], *rest: Any) -> Run:
         patch.undo()
 
 
-def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     first = {"RESTART_COUNT": "0", "MAX_RESTARTS": "3", "RUN_ID": "x"}
     more = (
@@ -102,7 +100,7 @@ def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(
     assert len(again) == 1 and "already has step-00000012" in again.pop()
 
 
-def test_restarts_need_a_name_that_lasts(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_restarts_need_a_name_that_lasts(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     unnamed = (*flags(tmp_path), "--name", "")
     for one in pools[1].run(under, {"MAX_RESTARTS": "1"}, unnamed):
@@ -114,7 +112,7 @@ def test_restarts_need_a_name_that_lasts(pools: dict[int, Pool], tmp_path: Path)
 # ---- two at once; ranks that differ
 
 
-def test_a_folder_in_use_is_refused_by_pid(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_folder_in_use_is_refused_by_pid(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     fine(pools[2].run(inside, flags(tmp_path, "--steps", "4")))
     before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
@@ -144,7 +142,7 @@ def differently(mesh: Any, argv: tuple[str, ...], more: tuple[str, ...], environ
         patch.undo()
 
 
-def test_ranks_that_were_started_differently_are_told_each_field(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_ranks_that_were_started_differently_are_told_each_field(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     other = tmp_path / "other"
     other.mkdir()
@@ -170,7 +168,7 @@ def test_ranks_that_were_started_differently_are_told_each_field(pools: dict[int
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".tokens"]
 
 
-def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_other_content_of_the_same_size_is_noticed_on_resume(pools: Pools, tmp_path: Path) -> None:
     path = text(tmp_path, 100)
     pools[2].run(inside, flags(tmp_path), killed, 6)
     path.write_text(path.read_text().replace("00000050", "00000051"))
@@ -178,7 +176,7 @@ def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Po
         assert "ConfigError: --resume: the text is not that of the run" in one.error
 
 
-def test_what_is_refused_changes_no_run(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_what_is_refused_changes_no_run(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     (fails,) = pools[1].run(inside, flags(tmp_path, "--sharding.schedule", "nowhere.py:f"))
     assert "there is no file nowhere.py" in fails.error
@@ -190,7 +188,7 @@ def test_what_is_refused_changes_no_run(pools: dict[int, Pool], tmp_path: Path) 
     assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
 
 
-def test_a_resumed_run_has_its_own_defaults(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_resumed_run_has_its_own_defaults(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     fine(pools[1].run(inside, flags(tmp_path, "--optim.warmup", "3", "--steps", "8")))
     short = ["--runs", str(tmp_path / "runs"), "--name=a", "--resume", "--steps", "12"]  # warm-up is 30 by default
@@ -246,7 +244,7 @@ def position(folder: Path, state: Any = None) -> int:
     return found
 
 
-def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(poisoned, flags(tmp_path), 6, 7))
     assert steps(tmp_path) == list(range(1, STEPS + 1))
@@ -256,7 +254,7 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[
 
 
 @pytest.mark.nightly
-def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(poisoned, flags(tmp_path, "--skip-spikes", "20"), 9, 9, 100.0))
     assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9]
@@ -266,7 +264,7 @@ def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(pools: d
     assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9, STEPS + 7]
 
 
-def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(poisoned, flags(tmp_path, "--max-skipped", "3"), 7, 9))
     assert "warning: steps 7 to 9, the last with loss nan" in ended[0].err and "back to step 4" in ended[0].err
@@ -277,9 +275,7 @@ def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: dict[
     assert len(rows) == len(set(rows)) == (STEPS + 5) * 4
 
 
-def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     argv = flags(tmp_path, "--max-skipped", "2", "--max-rollbacks", "2")
     for one in pools[2].run(poisoned, argv, 7, 10**6):
@@ -292,7 +288,7 @@ def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
 
 
 @pytest.mark.nightly
-def test_ruined_weights_do_not_take_the_place_of_good_ones(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_ruined_weights_do_not_take_the_place_of_good_ones(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     fine(pools[2].run(inside, flags(tmp_path, "--keep", "1", "--steps", "3")))
     ruin = ("--resume", "--optim.learning-rate", "1e38", "--checkpoint-every", "1", "--steps", "30", "--keep", "1")
@@ -313,7 +309,7 @@ def full_disk(times: int, reader: Reader, folder: str) -> None:
         assert saved(Path(folder)) == ["step-00000004"]
 
 
-def test_a_full_disk_delays_checkpoints_and_lines(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_full_disk_delays_checkpoints_and_lines(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(inside, flags(tmp_path), full_disk, str(tmp_path)))
     err = ended[0].err
@@ -326,7 +322,7 @@ def test_a_full_disk_delays_checkpoints_and_lines(pools: dict[int, Pool], tmp_pa
     assert ended[1].err == ""
 
 
-def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     pools[2].run(inside, flags(tmp_path), killed, 7)
     folder = tmp_path / "runs" / "a"
@@ -356,7 +352,7 @@ def gone(times: int, reader: Reader, folder: str) -> None:
             Path(folder, "a", "checkpoints").write_text("not a folder")
 
 
-def test_a_folder_that_vanishes_is_made_again(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_is_made_again(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     ended = fine(pools[2].run(inside, flags(tmp_path), gone, str(tmp_path / "runs")))
     assert "metrics.jsonl was deleted: what it held is lost" in ended[0].err
@@ -364,7 +360,7 @@ def test_a_folder_that_vanishes_is_made_again(pools: dict[int, Pool], tmp_path: 
     assert saved(tmp_path)[-1] == "step-00000012" and steps(tmp_path)[-1] == STEPS
 
 
-def test_runs_that_cannot_be_written_are_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_runs_that_cannot_be_written_are_refused(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     (tmp_path / "runs").write_text("a file")
     for one in pools[2].run(inside, flags(tmp_path)):
@@ -379,7 +375,7 @@ def asked(times: int, reader: Reader, at: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_where_an_evaluation_is_due_keeps_it(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_stop_where_an_evaluation_is_due_keeps_it(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     heldout = tmp_path / "heldout"
     heldout.write_text("0123456789abcdef" * 30)

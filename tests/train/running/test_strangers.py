@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.inside import flags, inside, text
 from train.page.command import Options, write
 
@@ -78,7 +78,7 @@ def resumed_from(mesh: Any, folder: Path, argv: tuple[str, ...], good: dict[str,
 
 
 @pytest.mark.nightly
-def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     pools[1].run(inside, flags(tmp_path, "--keep", "1", "--skip-spikes", "6"))
     (manifest,) = (tmp_path / "runs" / "a" / "checkpoints").glob("step-*/manifest.json")
@@ -92,7 +92,7 @@ def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: dict
         assert len(each.splitlines()) == 1 and len(each) < 600, each
 
 
-def test_a_nest_in_a_manifest_is_refused_on_every_rank(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_nest_in_a_manifest_is_refused_on_every_rank(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     pools[2].run(inside, flags(tmp_path, "--keep", "1"))
     nest: Any = []
@@ -161,7 +161,7 @@ def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...], links: list[tuple[st
 
 @pytest.mark.parametrize("links", [LINKS[::6], nightly(LINKS)], ids=["some", "all"])
 def test_no_link_in_a_folder_is_followed_by_a_resume(
-    pools: dict[int, Pool], tmp_path: Path, links: list[tuple[str, str]]
+    pools: Pools, tmp_path: Path, links: list[tuple[str, str]]
 ) -> None:
     text(tmp_path, 200)
     fine = pools[1].run(inside, flags(tmp_path, "--keep", "2", "--timeline-every", "50"))
@@ -184,14 +184,14 @@ def reports(mesh: Any, folder: Path) -> None:
                 assert "</html>" in (run / name).read_text() and not (run / name).is_symlink()
 
 
-def test_no_link_is_followed_by_a_report(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_no_link_is_followed_by_a_report(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     pools[1].run(inside, flags(tmp_path))
     pools[1].run(reports, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "lock"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(pools: dict[int, Pool], tmp_path: Path, name: str) -> None:
+def test_a_pipe_in_the_place_of_a_file_is_refused(pools: Pools, tmp_path: Path, name: str) -> None:
     text(tmp_path, 200)
     pools[1].run(inside, flags(tmp_path))
     path = tmp_path / "runs" / "a" / name
