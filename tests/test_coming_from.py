@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness.pages import doc
 from tests.harness.pool import Pools
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -20,7 +21,7 @@ PAGES = {path.stem: path.read_text() for path in sorted((DOCS / "coming_from").g
 
 def examples() -> dict[str, Any]:
     """What docs/api/index.md says that examples share, with new tensors."""
-    code = re.search(r"^```python\n(.*?)^```", (DOCS / "api" / "index.md").read_text(), re.S | re.M)
+    code = re.search(r"^```python\n(.*?)^```", doc("api/index"), re.S | re.M)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code[1], names)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,11 +13,11 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.pages import ROOT, doc
 from tests.harness.pool import Pools
 from tests.harness.small import batch, loss, model, one_rank
 
-ROOT = Path(__file__).parents[1]
-BLOCKS = [text.split("```")[0] for text in (ROOT / "docs/formats.md").read_text().split("```python\n")]
+BLOCKS = [text.split("```")[0] for text in doc("formats").split("```python\n")]
 
 
 def page(block: int, **names: Any) -> dict[str, Any]:
@@ -94,7 +93,7 @@ def test_the_table_and_the_picture_are_made_by_a_command() -> None:
     said = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert {row.name for row in rows[1:]} <= set(said) and "a step" in said
     shown = (ROOT / "docs/images/formats.svg").read_text()
-    page = (ROOT / "docs/formats.md").read_text()
+    page = doc("formats")
     for title in made["STEPS"]:  # the picture of the page has its numbers
         of_step = page.partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[3:]
         saved = [row.split(" | ")[2] for row in of_step]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from docs.examples import from_scratch as plain
+from tests.harness.pages import doc
 from tests.harness.pool import Pools, on_ranks
 
 SOURCE = (Path(__file__).parents[1] / "docs" / "examples" / "from_scratch.py").read_text()
@@ -133,5 +134,5 @@ def test_it_is_at_most_two_hundred_lines_of_code_with_nothing_of_the_library() -
 
 
 def test_its_page_counts_its_lines() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "from_scratch.md").read_text()
+    page = doc("from_scratch")
     assert f"{lines_of_code()} lines of code" in page

@@ -21,6 +21,7 @@ from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.marks import by_day
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
+from tests.harness.pages import blocks
 from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS
 from tests.steps.staged import test_exact_stages as staged
@@ -70,7 +71,7 @@ def test_every_published_schedule_is_there() -> None:
 
 
 def test_the_page_compares_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (code, _) = re.findall(r"```python\n(.*?)```", texts()["index.md"], re.S)
+    (code, _) = blocks(texts()["index.md"])
     exec(code, names := dict[str, Any]())
     assert names["trace"] == make.flat() and names["programs"]["1F1B"] == shown()["1f1b"].program
     assert f"{make.compared(shown()).rows['zero3'].step_s:.3f}" in capsys.readouterr().out

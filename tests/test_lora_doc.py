@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools
 
-PAGE = (Path(__file__).parent.parent / "docs" / "lora.md").read_text()
-(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = doc("lora")
+(CODE,) = blocks(PAGE)
 CONFIG = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, head_dim=8, max_length=64)
 TX = ya.optim.adamw(1e-2)
 

@@ -20,7 +20,7 @@ import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import batch_of, compare, joined, plain
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import PROBLEMS, TX, Batch, Params, block, embed, head
 
 DOUBLE = ya.Precision(torch.float64)
@@ -334,16 +334,12 @@ def test_by_plain_arguments(pools: Pools, world: int, axes: str) -> None:
     pools[world].run(on, axes, by_plain_arguments)
 
 
-def refused(mesh: Any) -> list[str]:
+@on_ranks(2)
+def test_what_would_not_be_differentiated_is_refused(mesh: Any) -> None:
     s = Setting(mesh, "base")
     found = []
     for options in ({"has_aux": True}, {"microbatches": 3}):
         with pytest.raises(RuntimeError) as error:
             tf.grad(lambda p, o=options: ya.vdot(ya.grad(s.mean, **o)(p, s.own), s.directions[0][0]))(s.sharded)
         found.append(str(error.value))
-    return found
-
-
-def test_what_would_not_be_differentiated_is_refused(pools: Pools) -> None:
-    for found in pools[2].run(refused):
-        assert all("inside another derivative takes no has_aux and no microbatches" in text for text in found)
+    assert all("inside another derivative takes no has_aux and no microbatches" in text for text in found)

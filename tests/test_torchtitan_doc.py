@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from tests.harness.calibration import brief
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools
 from train.command_line import cli
 from train.plan.step import Options
 
-PAGE = (Path(__file__).parents[1] / "docs" / "torchtitan.md").read_text()
+PAGE = doc("torchtitan")
 COMMANDS = re.findall(r"^    python -m train plan (.*)$", PAGE, re.M)
-PIPELINE, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PIPELINE, *BLOCKS = blocks(PAGE)
 SMALLER = {"range(6)": "range(2)", "8 * 128": "4 * 8", "(8, 128)": "(4, 8)", "microbatches=8": "microbatches=4"}
 
 

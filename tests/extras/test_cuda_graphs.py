@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from tests.extras.tape import TapeRecorder
+from tests.harness.gpu import on_gpu
 from tests.harness.pool import Pools
 from tests.harness.small import (
     L,
@@ -360,8 +361,7 @@ def test_keys_of_functions() -> None:
 # ---- CUDA
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("f", [block, dropout_block])
 def test_cuda_graphs_are_exact(f: Block) -> None:
     """Random numbers, too: a replay takes the seed of its visit."""
@@ -402,8 +402,7 @@ def told(f: Block, mesh: DeviceMesh, device: Any) -> list[tuple[int, str]]:
     return said
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_a_block_that_waits_for_the_device_runs_as_it_is() -> None:
     """It is refused as soon as it is looked at, in the second step, and nothing of it is captured."""
     ((number, text),) = told(reads, ya.mesh(device="cuda"), "cuda")

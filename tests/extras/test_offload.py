@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import yafsdp_fn as ya
+from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pools, on_ranks
@@ -331,7 +332,7 @@ def test_copies_are_recorded_and_programs_saved(mesh: Any) -> None:
 WIDE, TOKENS, DEEP = 1024, 1 << 15, 8
 
 
-def on_gpu(policy: remat.Remat) -> tuple[Any, int]:
+def on_device(policy: remat.Remat) -> tuple[Any, int]:
     """Metrics and parameters of four steps, and the most bytes allocated on the device in the last."""
     abstract = Params(
         ya.frozen(param(V, WIDE)), ya.Stacked(layer(DEEP, f=WIDE, e=WIDE)), Head(param(WIDE), param(V, WIDE))
@@ -348,13 +349,12 @@ def on_gpu(policy: remat.Remat) -> tuple[Any, int]:
     return (out, ya.unshard(state.params)), torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_on_a_gpu() -> None:
     """The same bits, and the device holds two carry slots and the embedding's output in place of a carry per layer."""
-    expected, again = on_gpu(remat.all)
+    expected, again = on_device(remat.all)
     gc.collect()
-    found, away = on_gpu(remat.offload())
+    found, away = on_device(remat.offload())
     compare(found, expected, 0.0, "on a GPU")
     carry = TOKENS * WIDE * 4
     assert again - away == pytest.approx((DEEP - 1 - 2) * carry, rel=0.05)

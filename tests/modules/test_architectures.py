@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -18,9 +17,10 @@ from torch import Tensor, nn
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import compare
+from tests.harness.pages import doc
 from tests.harness.pool import Pools
 
-PAGE = (Path(__file__).parents[2] / "docs" / "modules.md").read_text()
+PAGE = doc("modules")
 QUICK = ("T5", "DeepseekV3")
 
 BASE = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

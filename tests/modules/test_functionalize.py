@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +20,11 @@ from torch.utils import _pytree as torch_pytree
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
 from tests.harness.oracle import compare
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
 
-CODE, FROM_FILES, BALANCED = re.findall(
-    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S
-)
+CODE, FROM_FILES, BALANCED = blocks(doc("modules"))
 F64 = ya.Precision(torch.float64)
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}

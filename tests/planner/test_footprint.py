@@ -22,9 +22,10 @@ from benchmarks.counting import no_scratch
 from models import llama
 from models.parts.axes import Axes
 from tests.axes import model as small
+from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import Model, batch, loss, model, one_rank
 from yafsdp_fn.api.trace import trace
 from yafsdp_fn.nn import cross_entropy
@@ -431,27 +432,21 @@ def test_the_peak_over_axes_inside_blocks(pools: Pools, axes: dict[str, int], se
             agree(real, predicted, tolerance)
 
 
-def test_the_peak_on_two_ranks(pools: Pools) -> None:
-    for real, predicted in pools[2].run(measured, LARGE_HEAD, "all", 2):
-        agree(real, predicted, 0.01)
+@on_ranks(2)
+def test_the_peak_on_two_ranks(mesh: Any) -> None:
+    agree(*measured(mesh, LARGE_HEAD, "all", 2), 0.01)
 
 
 MUON = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.muon(0.02, others=ya.optim.adamw(1e-3)))
 
 
-def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
-    return measured(mesh, SMALL_HEAD, remat, 1, tx=MUON)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_peak_with_muon(pools: Pools, world: int) -> None:
-    for real, predicted in pools[world].run(with_muon, "all"):
-        agree(real, predicted, 0.03)
+@on_ranks(1, 2)
+def test_the_peak_with_muon(mesh: Any) -> None:
+    agree(*measured(mesh, SMALL_HEAD, "all", 1, tx=MUON), 0.03)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_on_a_gpu(remat: str, microbatches: int) -> None:

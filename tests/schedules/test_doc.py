@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,16 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
 from tests.harness.oracle import check_exact
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS
 from tests.program.traces import cut, model
 from tests.steps.staged import test_exact_stages
 from yafsdp_fn.schedules import from_actions, staged, verify, zero3
 
-PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+PAGE = doc("schedules")
 KINDS = ("layers", "dense", "moe")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+BLOCKS = blocks(PAGE)
 (CUSTOM,) = (block for block in BLOCKS if "def pairs" in block)
 (ORDER,) = (block for block in BLOCKS if "def greedy" in block)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import base_loss, base_params, pinned
 from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
@@ -139,9 +139,9 @@ def test_what_cannot_be_right_is_refused_by_name(_: Any) -> None:
 
 @on_ranks(2)
 def test_the_page(mesh: Any) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
+    text = doc("stages")
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+    for block in blocks(text):
         exec(block, names)
     state = names["state"]
     assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held

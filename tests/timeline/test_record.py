@@ -13,6 +13,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness import small
+from tests.harness.gpu import on_gpu
 from tests.harness.oracle import batch_of
 from tests.harness.pool import Pools
 from tests.harness.problems import PROBLEMS, TX, base_loss, base_params
@@ -268,8 +269,7 @@ def test_errors() -> None:
         recording.timeline()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_one_gpu() -> None:
     state = ya.init(small.model(), TX, mesh=ya.mesh(device="cuda"))
     step = ya.train_step(small.loss, TX)

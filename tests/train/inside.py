@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,6 +62,30 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
         "--device": "cpu",
     }
     return (*(str(part) for pair in base.items() for part in pair), *more)
+
+
+def without(argv: Sequence[str], *names: str) -> tuple[str, ...]:
+    """The flags but for these and their values."""
+    kept = list(argv)
+    for name in names:
+        at = kept.index(name)
+        del kept[at : at + 2]
+    return tuple(kept)
+
+
+def lines(folder: Path, name: str = "a", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """What a run has written, a line each."""
+    return [json.loads(line) for line in (folder / "runs" / name / file).read_text().splitlines()]
+
+
+def losses(folder: Path, name: str = "a") -> list[float]:
+    return [line["loss"] for line in lines(folder, name) if "loss" in line]
+
+
+def fine(ranks: list[Run]) -> list[Run]:
+    """Expects no error of any rank."""
+    assert [one.error for one in ranks] == [""] * len(ranks), ranks
+    return ranks
 
 
 @contextlib.contextmanager

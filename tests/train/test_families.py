@@ -14,7 +14,7 @@ import models
 from models import gpt2, mixtral
 from tests.harness.marks import by_day
 from tests.harness.pool import Pools
-from tests.train.inside import Run, flags, inside, text
+from tests.train.inside import Run, flags, inside, lines, text
 from train import sample
 from train.trained import loaded
 
@@ -50,8 +50,7 @@ def test_a_family_is_trained_and_sampled(pools: Pools, tmp_path: Path, model: st
     (first, said), (second, silent) = pools[2].run(trained, tmp_path, model, *more)
     assert first.error == second.error == "" and silent == []
     assert json.loads(said[0])["prompt"] == "def " and len(json.loads(said[0])["tokens"]) <= 4
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
-    heldout = [line for line in lines if "eval_loss" in line]
+    heldout = [line for line in lines(tmp_path) if "eval_loss" in line]
     assert [line["step"] for line in heldout] == [0, 6, 12]
     assert heldout[-1]["eval_loss"] < heldout[0]["eval_loss"]
     for line in heldout:

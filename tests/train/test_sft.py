@@ -21,7 +21,7 @@ from models import llama
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
 from tests.train.data.test_sources import Numbered
-from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
+from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, text, tiny, tuned, without
 from train import export, sample
 from train.config import Chats, Config, ConfigError, Tuning
 from train.config_json import from_json
@@ -115,16 +115,8 @@ def talks(folder: Path, count: int = 120) -> str:
 
 def chat_flags(folder: Path, *more: str) -> tuple[str, ...]:
     """As of a run on text, with conversations in its place."""
-    argv = list(flags(folder))
-    for name in ("--data.files", "--model", "--name"):
-        at = argv.index(name)
-        del argv[at : at + 2]
+    argv = without(flags(folder), "--data.files", "--model", "--name")
     return (*argv, "--name", "b", "--data.datasets", talks(folder), *more)
-
-
-def fine(ranks: list[Run]) -> list[Run]:
-    assert [one.error for one in ranks] == [""] * len(ranks), ranks
-    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -134,11 +126,6 @@ def base(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text(folder, 100)
     fine(pools[2].run(inside, flags(folder, "--steps", "4")))
     return folder
-
-
-def losses(folder: Path, name: str) -> list[float]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
 
 
 @pytest.mark.nightly
@@ -164,12 +151,8 @@ def test_a_small_file_trains_as_it_is_and_says_so(
 ) -> None:
     """Two rows, and nothing held out: a step reads what there is, and nothing is evaluated."""
     given = chat_flags(base, "--data.seq-len", "12", "--steps", "20", "--name", f"small{world}")
-    argv = list(given)
-    for name in ("--data.batch", "--eval-every"):
-        at = argv.index(name)
-        del argv[at : at + 2]
-    argv[argv.index("--data.datasets") + 1] = talks(tmp_path, 3)
-    fine(pools[world].run(tuned, tuple(argv)))
+    argv = without(given, "--data.batch", "--eval-every", "--data.datasets")
+    fine(pools[world].run(tuned, (*argv, "--data.datasets", talks(tmp_path, 3))))
     config = from_json(base / "runs" / f"small{world}" / "config.json", Tuning)
     assert (config.data.batch, config.eval_every) == (batch, 0)
     rows = [Conversations.of("text", [source], Bytes(), ByteChat(), 24, tmp_path) for source in (Talks(), Quiet())]

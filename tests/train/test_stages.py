@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 def numbers(folder: Path) -> dict[str, list[float]]:
-    lines = [json.loads(line) for line in (folder / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    lines = inside.lines(folder)
     return {key: [line[key] for line in lines if key in line] for key in ("loss", "eval_loss", "grad_norm")}
 
 

@@ -16,7 +16,7 @@ import torch
 
 from tests.harness.pool import Pools
 from tests.train.data.tables import lists, rows_of, texts
-from tests.train.inside import WINDOW, flags, inside, killed
+from tests.train.inside import WINDOW, flags, inside, killed, without
 from train.config import Config, ConfigError, Data
 from train.data import sources
 from train.data import tokenizer as tokenizers
@@ -471,10 +471,7 @@ def test_pipelines_are_sources_like_others(tmp_path: Path) -> None:
 
 def piped(folder: Path, source: str, *more: str) -> tuple[str, ...]:
     (folder / "own.py").write_text(source)
-    argv = list(flags(folder, "--data.pipelines", f"{folder}/own.py:rows", *more))
-    at = argv.index("--data.files")
-    del argv[at : at + 2]
-    return tuple(argv)
+    return without(flags(folder, "--data.pipelines", f"{folder}/own.py:rows", *more), "--data.files")
 
 
 def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: Pools, tmp_path: Path) -> None:

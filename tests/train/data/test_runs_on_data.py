@@ -18,7 +18,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.pool import Pools
 from tests.train.data.tables import jsonl, texts
-from tests.train.inside import WINDOW, Run, flags, inside, killed, tiny
+from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, tiny, without
 from train import sample, tokenizer
 from train.config import Config, Data, Sources
 from train.data import sources
@@ -27,11 +27,6 @@ from train.data.stream import Gathered
 from train.data.tokenizer import Bytes
 from train.running.loop import Evaluation
 from train.trained.loaded import load
-
-
-def fine(ranks: list[Run]) -> list[Run]:
-    assert [one.error for one in ranks] == [""] * len(ranks), ranks
-    return ranks
 
 
 def together(ranks: Sequence[Run], steps: int) -> list[str]:
@@ -44,10 +39,8 @@ def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: Pools, tmp_pat
     """Two ranks until they are killed in step 7, whose last checkpoint is of step 4; then three, then one."""
     glob = jsonl(tmp_path, texts(60))
     data = ("--data.datasets", glob, "--data.streaming", "--data.shuffle", "16", "--data.packing", "documents")
-    argv = [*flags(tmp_path, *data)]
-    at = argv.index("--data.files")
-    del argv[at : at + 2]
-    two = pools[2].run(inside, (*argv,), killed, 7)
+    argv = without(flags(tmp_path, *data), "--data.files")
+    two = pools[2].run(inside, argv, killed, 7)
     assert {one.error for one in two} == {"Killed: "}
     three = fine(pools[3].run(inside, (*argv, "--resume", "--steps", "8")))
     one = fine(pools[1].run(inside, (*argv, "--resume", "--steps", "12")))

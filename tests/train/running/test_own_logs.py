@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.pool import Pools
-from tests.train.inside import flags, inside, text
+from tests.train.inside import fine, flags, inside, lines, text
 from train.config import Config, ConfigError
 from train.running import run
 
@@ -61,12 +61,11 @@ def test_rank_0_calls_it_with_every_line(raises: int, pools: Pools, tmp_path: Pa
         f"exec({module!r}, vars(wandb))",
     ]
     own.write_text("\n".join([*made, on_the_page()]))
-    ranks = pools[2].run(inside, flags(tmp_path, "--steps", "6", "--log", f"{own}:log"))
-    assert [rank.error for rank in ranks] == ["", ""]
-    begun, *lines = map(json.loads, seen.read_text().splitlines())
-    kept = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    ranks = fine(pools[2].run(inside, flags(tmp_path, "--steps", "6", "--log", f"{own}:log")))
+    begun, *told = map(json.loads, seen.read_text().splitlines())
+    kept = lines(tmp_path)
     assert begun == ["begun", "mine"] and len(kept) == 6
-    assert lines == (kept if raises < 0 else kept[:2])
+    assert told == (kept if raises < 0 else kept[:2])
     assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
 
 
@@ -80,11 +79,10 @@ def test_mlflow_gets_numbers_and_the_step_apart(pools: Pools, tmp_path: Path) ->
         f"exec({module!r}, vars(mlflow))",
     ]
     own.write_text("\n".join([*made, on_the_page(1)]))
-    ranks = pools[2].run(inside, flags(tmp_path, "--steps", "4", "--log", f"{own}:log"))
-    assert [rank.error for rank in ranks] == ["", ""]
-    begun, *lines = map(json.loads, seen.read_text().splitlines())
-    kept = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert begun == ["begun", "mine"] and lines == kept and len(kept) == 4
+    fine(pools[2].run(inside, flags(tmp_path, "--steps", "4", "--log", f"{own}:log")))
+    begun, *told = map(json.loads, seen.read_text().splitlines())
+    kept = lines(tmp_path)
+    assert begun == ["begun", "mine"] and told == kept and len(kept) == 4
 
 
 def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(pools: Pools, tmp_path: Path) -> None:

@@ -21,17 +21,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
-from tests.train.inside import Run, flags, inside, killed, rank, text, tiny
+from tests.train.inside import Run, fine, flags, inside, killed, lines, rank, text, tiny
 from train.config import Config
 from train.data.rows import Reader
 from train.running import files, run, saves
 from yafsdp_fn import checkpoint
 
 STEPS = 12
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(folder: Path) -> list[int]:
@@ -41,11 +37,6 @@ def steps(folder: Path) -> list[int]:
 def saved(folder: Path) -> list[str]:
     found = (path.name for path in (folder / "runs" / "a" / "checkpoints").glob("step-*"))
     return sorted(name for name in found if not name.endswith(".partial"))  # which a save that failed leaves
-
-
-def fine(ranks: list[Run]) -> list[Run]:
-    assert [one.error for one in ranks] == [""] * len(ranks), ranks
-    return ranks
 
 
 # ---- ranks that come and go
