@@ -12,6 +12,7 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
+from tests.harness.abstract import batch_of
 from tests.harness.marks import by_day
 from tests.harness.oracle import by_autograd, looped
 from tests.harness.oracle import compare as near
@@ -98,8 +99,8 @@ def test_what_the_router_tells_is_of_the_whole_batch(pools: Pools) -> None:
 def test_a_plan_of_packed_documents(name: str) -> None:
     """Traces on fake tensors see no values, so experts are taken to be alike."""
     config = SMALL[name]
-    family, tokens = models.of(config), torch.empty((2, 24), dtype=torch.int64, device="meta")
-    batch = {"tokens": tokens, "targets": tokens, "documents": tokens}
+    family, batch = models.of(config), batch_of(2, 24)
+    batch["documents"] = batch["tokens"]
     trace = ya.planner.trace(family.loss(config), family.params(config), batch, ranks=2, tx=ya.optim.adamw(1e-3))
     # a multiplication and an addition for each weight that a token meets, but those of norms and biases; a mask saves
     # no pair of a query and a key

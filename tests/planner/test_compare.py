@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import yafsdp_fn as ya
 from models import llama
 from tests.harness import failing
+from tests.harness.abstract import step_of
 from tests.harness.pool import on_ranks
 from yafsdp_fn.planner import Plan, compare, simulate
 from yafsdp_fn.planner.compare import ScheduleFigures
@@ -22,9 +22,7 @@ PARTS = 4
 
 
 def traced(ranks: int, rows: int, config: llama.Config = SMALL) -> ya.schedules.Trace:
-    tokens = torch.empty(rows, 64, dtype=torch.long, device="meta")
-    batch, tx = {"tokens": tokens, "targets": tokens}, ya.optim.adamw(1e-3)
-    return ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=ranks, microbatches=rows, tx=tx)
+    return ya.planner.trace(*step_of(config, rows), ranks=ranks, microbatches=rows, tx=ya.optim.adamw(1e-3))
 
 
 FLAT = traced(4, 2)
@@ -130,12 +128,8 @@ def test_what_is_no_schedule_is_refused_by_name() -> None:
 def test_one_model_over_tensor_is_one_step() -> None:
     from models.parts.axes import Axes
 
-    over = Axes(tensor=True)
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
     trace = ya.planner.trace(
-        llama.loss(SMALL, axes=over),
-        llama.params(SMALL, **over.options),
-        {"tokens": tokens, "targets": tokens},
+        *step_of(SMALL, axes=Axes(tensor=True)),
         mesh=(("shard", 2), ("tensor", 2)),
         microbatches=2,
         tx=ya.optim.adamw(1e-3),

@@ -22,6 +22,7 @@ from benchmarks.counting import no_scratch
 from models import llama
 from models.parts.axes import Axes
 from tests.axes import model as small
+from tests.harness.abstract import step_of
 from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
@@ -161,73 +162,46 @@ def same(found: list[list[tuple[dict[str, int], dict[str, int]]]]) -> dict[str, 
     return {name: max(real[name] for _, real in itertools.chain(*found)) for name in found[0][0][1]}
 
 
-ONE_RANK = [
-    ("fp32", "zero3", 1),
-    ("bf16", "remat", 2),
-    ("bf16 wire", "zero3", 1),
-    ("bf16 wire", "zero3", 2),
-    ("wide sums", "remat", 2),
-    ("bf16 alone", "zero3", 1),
-]
-
-
-def test_one_rank_holds_what_is_predicted() -> None:
-    real = same([held(one_rank(), ONE_RANK)])
-    assert not any(real[name] for name in ("weight_slots", "secondary", "staging"))
-    assert real["grad_slots"] > 0 and real["receive"] > 0
-
-
-def test_two_ranks_hold_what_is_predicted(pools: Pools) -> None:
-    cases = [("fp32", "zero3", 1), ("bf16", "zero2", 2), ("bf16 wire", "zero3", 1), ("wide sums", "remat", 2)]
-    real = same(pools[2].run(held, cases))
-    assert real["weight_slots"] > 0 and not real["secondary"]
+SMALLEST, DEFERRED, RECOMPUTED = ("fp32", "zero3", 1), ("bf16", "zero2", 2), ("wide sums", "remat", 2)
+WIRE, TWICE, ALONE = ("bf16 wire", "zero3", 1), ("bf16 wire", "zero3", 2), ("bf16 alone", "zero3", 1)
+OWN = [SMALLEST, DEFERRED, WIRE, TWICE, ("wide sums", "remat", 1), ("fp64 wide", "zero2", 2), ALONE]
+FORMATS = [(name, *case) for name in ("fp32", "wide sums", "fp64 wide") for case in (("zero3", 1), ("zero2", 2))]
+FORMATS_ON_NODES = [(name, "hpz", 1) for name in ("fp32", "wide sums", "fp64 wide")]
+TRAVELS = ("working_copy", "weight_slots", "receive")
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cases", "item"),
+    ("world", "mesh", "made", "cases", "some", "none"),
     [
-        ("replicate", [("wide sums", "zero3", 1)], "staging"),
-        ("copies", [("bf16 wire", "zero3", 1)], "staging"),
-        ("nodes", [("bf16", "hpz", 1), ("wide sums", "zero3", 2)], "secondary"),
+        (
+            *(1, "shard", frozen_embedding, [SMALLEST, ("bf16", "remat", 2), WIRE, TWICE, RECOMPUTED, ALONE]),
+            *(("grad_slots", "receive"), ("weight_slots", "secondary", "staging")),
+        ),
+        (2, "shard", frozen_embedding, [SMALLEST, DEFERRED, WIRE, RECOMPUTED], ("weight_slots",), ("secondary",)),
+        (4, "replicate", frozen_embedding, [("wide sums", "zero3", 1)], ("staging",), ()),
+        (4, "copies", frozen_embedding, [WIRE], ("staging",), ()),
+        (4, "nodes", frozen_embedding, [("bf16", "hpz", 1), ("wide sums", "zero3", 2)], ("secondary",), ()),
+        (1, "shard", own_dtypes, OWN, ("working_copy",), ()),
+        (2, "shard", own_dtypes, OWN, ("working_copy",), ()),
+        (4, "replicate", own_dtypes, [WIRE, ("wide sums", "remat", 1)], (), ()),
+        (4, "nodes", own_dtypes, [("bf16 wire", "hpz", 1), ("wide sums", "remat", 1)], (), ()),
+        (1, "shard", on_the_wire, FORMATS, TRAVELS, ()),
+        (2, "shard", on_the_wire, FORMATS, TRAVELS, ()),
+        nightly(4, "replicate", on_the_wire, FORMATS, TRAVELS, ()),
+        (4, "nodes", on_the_wire, FORMATS_ON_NODES, TRAVELS, ()),
     ],
 )
-def test_other_meshes_hold_what_is_predicted(
-    pools: Pools, mesh: str, cases: list[tuple[str, str, int]], item: str
+def test_ranks_hold_what_is_predicted(
+    pools: Pools,
+    world: int,
+    mesh: str,
+    made: Callable[[], Model],
+    cases: list[tuple[str, str, int]],
+    some: tuple[str, ...],
+    none: tuple[str, ...],
 ) -> None:
-    assert same(pools[4].run(on, mesh, held, cases))[item] > 0
-
-
-OWN = [
-    ("fp32", "zero3", 1),
-    ("bf16", "zero2", 2),
-    ("bf16 wire", "zero3", 1),
-    ("bf16 wire", "zero3", 2),
-    ("wide sums", "remat", 1),
-    ("fp64 wide", "zero2", 2),
-    ("bf16 alone", "zero3", 1),
-]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: Pools, world: int) -> None:
-    real = same(pools[world].run(held, OWN, own_dtypes))
-    assert real["working_copy"] > 0
-
-
-@pytest.mark.parametrize(("world", "mesh"), [(1, "shard"), (2, "shard"), nightly(4, "replicate"), (4, "nodes")])
-def test_what_travels_in_formats_holds_what_is_predicted(pools: Pools, world: int, mesh: str) -> None:
-    schedules = [("hpz", 1)] if mesh == "nodes" else [("zero3", 1), ("zero2", 2)]
-    cases = [(precision, *case) for precision in ("fp32", "wide sums", "fp64 wide") for case in schedules]
-    real = same(pools[world].run(on, mesh, held, cases, on_the_wire))
-    assert real["working_copy"] > 0 and real["weight_slots"] > 0 and real["receive"] > 0
-
-
-@pytest.mark.parametrize(
-    ("mesh", "cases"),
-    [("replicate", [OWN[2], OWN[4]]), ("nodes", [("bf16 wire", "hpz", 1), OWN[4]])],
-)
-def test_leaves_of_their_own_dtype_on_other_meshes(pools: Pools, mesh: str, cases: list[tuple[str, str, int]]) -> None:
-    same(pools[4].run(on, mesh, held, cases, own_dtypes))
+    real = same(pools[world].run(on, mesh, held, cases, made))
+    assert all(real[item] > 0 for item in some) and not any(real[item] for item in none)
 
 
 def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int]]) -> Any:
@@ -540,10 +514,7 @@ def test_a_forward_can_be_the_peak() -> None:
 
 def predicted(ranks: int = 8, remat: Any = ya.schedules.remat.none) -> Memory:
     config = llama.CONFIGS["llama3.2-1b"]
-    row = torch.empty(1, 2048, dtype=torch.long, device="meta")
-    found = trace(
-        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, ranks=ranks, precision=BF16, tx=TX
-    )
+    found = trace(*step_of(config, 1, 2048), ranks=ranks, precision=BF16, tx=TX)
     return predict_memory(ya.schedules.zero3(remat=remat)(found))
 
 

@@ -12,6 +12,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.api.test_relative_errors import by_definition, is_near
+from tests.harness.abstract import batch_of
 from tests.harness.meshes import made
 from tests.harness.pool import Pools
 from tests.harness.small import one_rank
@@ -26,9 +27,7 @@ PARAMS, LOSS = llama.params(CONFIG), llama.loss(CONFIG)
 
 
 def traced(params: Any, tx: Any, ranks: int = 16) -> Trace:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    shape: dict[str, Any] = {"ranks": ranks, "precision": MIXED, "tx": tx}
-    return ya.planner.trace(LOSS, params, {"tokens": tokens, "targets": tokens}, **shape)
+    return ya.planner.trace(LOSS, params, batch_of(4, 64), ranks=ranks, precision=MIXED, tx=tx)
 
 
 def searched(**asked: Any) -> FormatsFound:

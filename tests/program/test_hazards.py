@@ -58,6 +58,33 @@ def test_forget_and_clear() -> None:
     assert board.use("last", "compute", [A], [B]) == []
 
 
+def test_uses_of_every_op() -> None:
+    slot, grad, s = "slot", "grad slot", "set 7"
+    shards = [("grad shard", 3), ("grad shard", 4)]
+    assert Gather((3, 4), (0, 1)).uses(s) == ([("shard", 3), ("shard", 4)], [(slot, s, 0), (slot, s, 1)])
+    assert Gather((3,), (0,), "node").uses(s) == ([("secondary", s, 3)], [(slot, s, 0)])
+    assert Stash((3, 4), (0, 1)).uses(s) == ([(slot, s, 0), (slot, s, 1)], [("secondary", s, 3), ("secondary", s, 4)])
+    assert Forward(9, (0, 1), True).uses(s) == ([(slot, s, 0), (slot, s, 1)], [])
+    assert Backward(9, (0, 1), (2,)).uses(s) == ([(slot, s, 0), (slot, s, 1)], [(grad, s, 2)])
+    carry, host = ("carry slot", s, 5), ("host", s, 9)
+    assert Forward(9, (0,), False, carry_slot=5).uses(s) == ([(slot, s, 0)], [carry])
+    assert Backward(9, (0,), (2,), carry_slot=5).uses(s) == ([(slot, s, 0), carry], [(grad, s, 2)])
+    assert Forward(9, (0,), True, early=(2,)).uses(s) == ([(slot, s, 0)], [(grad, s, 2)])
+    assert Offload(9, 5).uses(s) == ([carry], [host])
+    assert Fetch(9, 5).uses(s) == ([host], [carry])
+    taken, given = (carry, (("carry slot", s, 6))), [("carry slot", s, 7)]
+    assert Forward(9, (0,), True, takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], given)
+    assert Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], [(grad, s, 2), *given])
+    assert Backward(9, (0,), (), gives=(7,), half="inputs").uses(s) == ([(slot, s, 0)], given)
+    assert Backward(9, (), (2,), half="weights").uses(s) == ([], [(grad, s, 2)])
+    assert Send(3, 5).uses(s) == ([carry], []) and Receive(3, 5, 1, True).uses(s) == ([], [carry])
+    assert Reduce((3,), (2,)).uses(s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
+    assert AllReduce((3, 4)).uses(s) == ([], [*shards, ("replicate",)])
+    assert Norm((3, 4)).uses(s) == (shards, [("norm",)])
+    assert Exchange((3, 4), 0).uses(s) == ([], [("optimizer", 3), ("optimizer", 4)])
+    assert Update((3,)).uses(s) == ([("norm",)], [("shard", 3), ("optimizer", 3), ("grad shard", 3)])
+
+
 EVERY_OP = (
     *(Gather((0,), (0,)), Stash((0,), (0,)), Forward(0, (0,), True), Backward(0, (0,), (0,)), Reduce((0,), (0,))),
     *(AllReduce((0,)), Norm((0,)), Update((0,)), Exchange((0,), 0), Offload(0, 0), Fetch(0, 0)),
