@@ -72,6 +72,10 @@ def noisy(config: llama.Config) -> Any:
     return layer
 
 
+Trajectory = tuple[Tensor, list[Tensor]]
+"""Losses and norms of each step, and at the end every parameter and moment."""
+
+
 class Run(NamedTuple):
     """tied: the embedding is visited first and last; remat: name of a policy; schedule, options: of the builder"""
 
@@ -107,7 +111,7 @@ def go(state: ya.ShardedState, step: Any, until: int) -> tuple[ya.ShardedState, 
     return state, torch.stack(seen)
 
 
-def trajectory(mesh: Any, run: Run, steps: int) -> tuple[Tensor, list[Tensor]]:
+def trajectory(mesh: Any, run: Run, steps: int) -> Trajectory:
     """Losses and norms, then whole parameters and moments."""
     state, seen = go(run.start(), run.step(), steps)
     return seen, values(state)
@@ -117,7 +121,7 @@ def values(state: ya.ShardedState) -> list[Tensor]:
     return [x.clone() for x in optree.tree_leaves(ya.unshard((state.params, state.opt_state)))]
 
 
-def same(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]], what: str) -> None:
+def same(a: Trajectory, b: Trajectory, what: str) -> None:
     """Equal bits, and of numbers that have moved."""
     assert torch.isfinite(a[0]).all() and len(a[0].unique()) > 1, what
     differ = (a[0] != b[0]).any(1).nonzero().flatten().tolist()
@@ -126,7 +130,7 @@ def same(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]], what: s
     assert not wrong, f"{what}: leaves {wrong} differ"
 
 
-def on(pools: Pools, world: int, run: Run, steps: int) -> tuple[Tensor, list[Tensor]]:
+def on(pools: Pools, world: int, run: Run, steps: int) -> Trajectory:
     """The trajectory on `world` ranks, which is the same on all of them."""
     first, *others = pools[world].run(trajectory, run, steps, timeout=3600)
     for rank, other in enumerate(others, 1):
@@ -153,7 +157,7 @@ def test_equal_bits_on_any_number_of_ranks(pools: Pools, tied: bool) -> None:
         )
 
 
-def part(mesh: Any, run: Run, folder: Path, until: int) -> tuple[Tensor, list[Tensor]]:
+def part(mesh: Any, run: Run, folder: Path, until: int) -> Trajectory:
     """From the newest checkpoint in `folder`, if there is one, up to step `until`, saved there."""
     state = run.start()
     if any(folder.iterdir()):

@@ -14,7 +14,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pages import ROOT, doc
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model, one_rank
 
 BLOCKS = [text.split("```")[0] for text in doc("formats").split("```python\n")]
@@ -44,7 +44,8 @@ def test_a_format_of_ones_own() -> None:
     assert len(lines) <= 30
 
 
-def trained(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_the_page_on_ranks(mesh: Any) -> None:
     """The page's first lines make a state whose weights pass through the format; so does one with the reader's own."""
     tx = ya.optim.adamw(1e-2)
     state = page(1, params=model(), tx=tx, mesh=mesh)["state"]
@@ -65,11 +66,6 @@ def trained(mesh: Any) -> None:
         value, _ = ya.value_and_grad(loss)(state.params, batch())
         assert abs(float(value - mean.total / mean.weight)) < 1e-5
         assert optree.tree_leaves(ya.train_step(loss, tx)(state, batch())[1]["loss"].isfinite())[0]
-
-
-def test_the_page_on_ranks(pools: Pools) -> None:
-    for world in (1, 2):
-        pools[world].run(trained)
 
 
 def test_what_pays_is_searched_for_a_state(capsys: pytest.CaptureFixture[str]) -> None:

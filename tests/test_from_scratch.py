@@ -103,13 +103,10 @@ def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: Pools) ->
     assert begun == forward + at_the_turn + backward
 
 
-def test_layers_share_two_slots(pools: Pools) -> None:
-    assert pools[2].run(number_of_slots) == [(2, plain.L + 2)] * 2
-
-
-def number_of_slots(mesh: Any) -> tuple[int, int]:
+@on_ranks(2)
+def test_layers_share_two_slots(mesh: Any) -> None:
     model = plain.Model(plain.params(), CPU)
-    return len({id(unit.slot) for unit in model.stacks["layers"]}), len(model.units)
+    assert len({id(unit.slot) for unit in model.stacks["layers"]}) == 2 and len(model.units) == plain.L + 2
 
 
 def lines_of_code() -> int:

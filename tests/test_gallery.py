@@ -22,7 +22,7 @@ from tests.harness.marks import by_day
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
 from tests.harness.pages import blocks
-from tests.harness.pool import Pools
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.steps.staged import test_exact_stages as staged
 from yafsdp_fn.proof.verify import RULES
@@ -171,7 +171,10 @@ def test_z3_finds_no_order_in_which_a_small_one_goes_wrong(name: str) -> None:
 MESHES = {"": "shard", "replicate=-1, shard=1": "copies", "replicate=2": "replicate", "local=8": "nodes"}
 
 
-def run(mesh: Any, name: str) -> None:
+@pytest.mark.nightly
+@on_ranks(4)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_step_of_each_is_that_of_the_plain_loop(mesh: Any, name: str) -> None:
     """Steps of a small model on four ranks, against the plain loop: without stages, or on four."""
     entry = ENTRIES[name]
     if not entry.segments:
@@ -181,12 +184,6 @@ def run(mesh: Any, name: str) -> None:
     how = staged.How(lambda _: entry.schedule(), ya.schedules.zero2(), entry.segments, entry.shape)
     with mock.patch.dict(staged.HOW, {name: how}):
         staged.check(mesh, "skip", name, make.STAGES, (2 * make.STAGES,), True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_step_of_each_is_that_of_the_plain_loop(pools: Pools, name: str) -> None:
-    pools[4].run(run, name)
 
 
 # ---- names of other people, as the site shows them, in a real browser

@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness import problems
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Params, Problem, block, embed
 from tests.steps.test_allocations import measured
 from yafsdp_fn.nn import cross_entropy
@@ -77,7 +77,25 @@ def test_equals_the_plain_loop(mesh: Any, name: str, schedule: str) -> None:
     check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
 
 
-def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
+EARLY, LATE = ["gradients"], ["total", "gradients"]
+
+
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("name", "schedule", "microbatches", "alone", "together"),
+    [
+        ("head", "zero3", 1, EARLY, EARLY),
+        ("head", "zero3", 3, EARLY + 2 * LATE, 3 * EARLY),  # alone, the slot is the shard that adds up
+        ("head", "deferred", 3, EARLY + 2 * LATE, EARLY + 2 * LATE),
+        ("head", "first step", 1, ["total", *EARLY], ["total", *EARLY]),  # recorded, then as in all others
+        ("tied", "zero3", 1, EARLY, EARLY),
+        ("twice", "zero3", 1, ["gradients", "total", "gradients", "gradients"], None),
+    ],
+)
+def test_the_forward_forms_the_gradient_where_the_slot_is_free(
+    mesh: Any, name: str, schedule: str, microbatches: int, alone: list[str], together: list[str] | None
+) -> None:
     """What the losses of a step compute, in order: the total alone, or gradients with it."""
     calls: list[str] = []
     chunks = cross_entropy._chunks
@@ -93,36 +111,7 @@ def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "_chunks", noted)
         step(state, batch_of(mesh.get_rank()))
-    return calls
-
-
-EARLY, LATE = ["gradients"], ["total", "gradients"]
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    ("name", "schedule", "microbatches", "alone", "together"),
-    [
-        ("head", "zero3", 1, EARLY, EARLY),
-        ("head", "zero3", 3, EARLY + 2 * LATE, 3 * EARLY),  # alone, the slot is the shard that adds up
-        ("head", "deferred", 3, EARLY + 2 * LATE, EARLY + 2 * LATE),
-        ("head", "first step", 1, ["total", *EARLY], ["total", *EARLY]),  # recorded, then as in all others
-        ("tied", "zero3", 1, EARLY, EARLY),
-        ("twice", "zero3", 1, ["gradients", "total", "gradients", "gradients"], None),
-    ],
-)
-def test_the_forward_forms_the_gradient_where_the_slot_is_free(
-    pools: Pools,
-    world: int,
-    name: str,
-    schedule: str,
-    microbatches: int,
-    alone: list[str],
-    together: list[str] | None,
-) -> None:
-    expected = alone if world == 1 or together is None else together
-    assert pools[world].run(formed, name, schedule, microbatches) == world * [expected]
+    assert calls == (alone if mesh.size() == 1 or together is None else together)
 
 
 @pytest.mark.sampled

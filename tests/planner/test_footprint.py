@@ -37,6 +37,12 @@ from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
 from yafsdp_fn.runtime.slots import acquire
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
+Items = dict[str, int]
+"""Bytes of each."""
+Compared = tuple[Items, Items]
+"""Predicted, and real."""
+HeldCase = tuple[str, str, int]
+"""Names of a precision and of a schedule, and microbatches."""
 TX = ya.optim.adamw(1e-2)
 KNOWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = {
@@ -104,16 +110,12 @@ def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
 # ---- what the toolkit holds
 
 
-def held(
-    mesh: Any, cases: list[tuple[str, str, int]], made: Callable[[], Model] = frozen_embedding
-) -> list[tuple[dict[str, int], dict[str, int]]]:
+def held(mesh: Any, cases: list[HeldCase], made: Callable[[], Model] = frozen_embedding) -> list[Compared]:
     """Predicted and real bytes of what a state and its slots hold on this rank after two steps."""
     return [_held(mesh, made(), *case) for case in cases]
 
 
-def _held(
-    mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int
-) -> tuple[dict[str, int], dict[str, int]]:
+def _held(mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int) -> Compared:
     state = ya.init(abstract, TX, mesh=mesh, precision=PRECISIONS[precision])
     step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
     program = step.lower(state, batch())
@@ -127,7 +129,7 @@ def _held(
     return {name: found[name] for name in real}, real
 
 
-def held_by(state: ya.ShardedState) -> dict[str, int]:
+def held_by(state: ya.ShardedState) -> Items:
     """Bytes that a state, its slots and its buffers hold after a step, by item."""
     store = state.memory
     store.comms.drain()
@@ -155,7 +157,7 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def same(found: list[list[tuple[dict[str, int], dict[str, int]]]]) -> dict[str, int]:
+def same(found: list[list[Compared]]) -> Items:
     """Compares on every rank; returns the largest of each real item."""
     for predicted, real in itertools.chain(*found):
         assert predicted == real
@@ -196,7 +198,7 @@ def test_ranks_hold_what_is_predicted(
     world: int,
     mesh: str,
     made: Callable[[], Model],
-    cases: list[tuple[str, str, int]],
+    cases: list[HeldCase],
     some: tuple[str, ...],
     none: tuple[str, ...],
 ) -> None:
@@ -204,7 +206,7 @@ def test_ranks_hold_what_is_predicted(
     assert all(real[item] > 0 for item in some) and not any(real[item] for item in none)
 
 
-def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int]]) -> Any:
+def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
     """Of a model that is split over `tensor` and `expert`; predicted from the state's trace, and without any rank."""
     found = []
     for name, schedule, microbatches in cases:
@@ -239,7 +241,7 @@ def test_units_that_no_rank_shares_are_their_own_slots(pools: Pools) -> None:
     assert same(pools[2].run(held_over_axes, {"tensor": 2}, [("fp64", "zero3", 1)]))["weight_slots"] > 0
 
 
-def held_deterministic(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def held_deterministic(mesh: Any, cases: list[HeldCase]) -> list[Compared]:
     """On a mesh of as many micro-shards as the microbatches of a case make."""
     ranks = mesh.size()
     return [found for case in cases for found in held(ya.mesh(device="cpu", deterministic=ranks * case[2]), [case])]

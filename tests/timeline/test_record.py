@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from tests.harness import small
 from tests.harness.gpu import on_gpu
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import PROBLEMS, TX, base_loss, base_params
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update
 from yafsdp_fn.timeline import Timeline, record
@@ -84,22 +84,18 @@ def steps_of(mesh: Mesh, schedule: str, problem: str, **options: Any) -> tuple[l
     return list(recording.timelines), program
 
 
-def three_microbatches(mesh: Mesh, schedule: str, problem: str) -> tuple[list[Timeline], Program]:
-    return steps_of(mesh, schedule, problem, microbatches=3)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(pools: Pools, schedule: str) -> None:
-    outcomes = pools[2].run(three_microbatches, schedule, "tied" if schedule == "zero3" else "base")
-    for rank, (timelines, program) in enumerate(outcomes):
-        assert len(timelines) == 3
-        for timeline, missing in zip(timelines, (program.carried(), {}, {}), strict=True):
-            check(timeline, f"measured, rank {rank} of 2")
-            check_program(timeline, program)
-            before = [(span.number, span.op) for span in timeline.spans if span.number < 0]
-            gathers = [Gather((unit,), (slot,)) for slot, unit in missing.items()]
-            assert before == list(enumerate(gathers, -len(gathers)))
-        assert bool(program.carried()) == ("update" in schedule)
+def test_two_ranks(mesh: Mesh, schedule: str) -> None:
+    timelines, program = steps_of(mesh, schedule, "tied" if schedule == "zero3" else "base", microbatches=3)
+    assert len(timelines) == 3
+    for timeline, missing in zip(timelines, (program.carried(), {}, {}), strict=True):
+        check(timeline, f"measured, rank {mesh.get_rank()} of 2")
+        check_program(timeline, program)
+        before = [(span.number, span.op) for span in timeline.spans if span.number < 0]
+        gathers = [Gather((unit,), (slot,)) for slot, unit in missing.items()]
+        assert before == list(enumerate(gathers, -len(gathers)))
+    assert bool(program.carried()) == ("update" in schedule)
 
 
 def replicas(_: Mesh) -> tuple[list[Timeline], Program]:

@@ -19,6 +19,7 @@ import pytest
 
 import models
 from models import llama
+from tests.harness.pool import Pools
 from train import clm, sft
 from train.config import Config, Tuning
 from train.data.rows import Batch, Reader
@@ -138,6 +139,27 @@ def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook
         finally:
             patch.undo()
     return Run(error, err.getvalue(), read)
+
+
+class Runs(NamedTuple):
+    """Runs named `a`, in one folder, on a text of 200 windows.
+
+    by: what ranks run; given: what that takes besides the flags, as a hook
+    """
+
+    pools: Pools
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "runs" / "a"
+
+    def __call__(self, ranks: int, *more: str, by: Any = inside, given: tuple[Any, ...] = ()) -> list[Any]:
+        return self.pools[ranks].run(by, flags(self.folder, *more), *given)
+
+    def fine(self, ranks: int, *more: str, **how: Any) -> list[Run]:
+        """Expects no error of any rank."""
+        return fine(self(ranks, *more, **how))
 
 
 class Killed(Exception):

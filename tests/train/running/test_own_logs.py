@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import Pools
-from tests.train.inside import fine, flags, inside, lines, text
+from tests.train.inside import Runs, lines
 from train.config import Config, ConfigError
 from train.running import run
 
@@ -51,8 +50,7 @@ def on_the_page(column: int = 0) -> str:
 
 
 @pytest.mark.parametrize("raises", [-1, 3])
-def test_rank_0_calls_it_with_every_line(raises: int, pools: Pools, tmp_path: Path) -> None:
-    text(tmp_path, 200)
+def test_rank_0_calls_it_with_every_line(raises: int, runs: Runs, tmp_path: Path) -> None:
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
     module = STAND_IN.format(seen=str(seen), raises=raises)
     made = [
@@ -61,7 +59,7 @@ def test_rank_0_calls_it_with_every_line(raises: int, pools: Pools, tmp_path: Pa
         f"exec({module!r}, vars(wandb))",
     ]
     own.write_text("\n".join([*made, on_the_page()]))
-    ranks = fine(pools[2].run(inside, flags(tmp_path, "--steps", "6", "--log", f"{own}:log")))
+    ranks = runs.fine(2, "--steps", "6", "--log", f"{own}:log")
     begun, *told = map(json.loads, seen.read_text().splitlines())
     kept = lines(tmp_path)
     assert begun == ["begun", "mine"] and len(kept) == 6
@@ -69,8 +67,7 @@ def test_rank_0_calls_it_with_every_line(raises: int, pools: Pools, tmp_path: Pa
     assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
 
 
-def test_mlflow_gets_numbers_and_the_step_apart(pools: Pools, tmp_path: Path) -> None:
-    text(tmp_path, 200)
+def test_mlflow_gets_numbers_and_the_step_apart(runs: Runs, tmp_path: Path) -> None:
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
     module = MLFLOW.format(seen=str(seen))
     made = [
@@ -79,19 +76,18 @@ def test_mlflow_gets_numbers_and_the_step_apart(pools: Pools, tmp_path: Path) ->
         f"exec({module!r}, vars(mlflow))",
     ]
     own.write_text("\n".join([*made, on_the_page(1)]))
-    fine(pools[2].run(inside, flags(tmp_path, "--steps", "4", "--log", f"{own}:log")))
+    runs.fine(2, "--steps", "4", "--log", f"{own}:log")
     begun, *told = map(json.loads, seen.read_text().splitlines())
     kept = lines(tmp_path)
     assert begun == ["begun", "mine"] and told == kept and len(kept) == 4
 
 
-def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(pools: Pools, tmp_path: Path) -> None:
-    text(tmp_path, 200)
+def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import nothing_like_it\n")
-    found = {rank.error for rank in pools[2].run(inside, flags(tmp_path, "--log", f"{tmp_path / 'mine.py'}:log"))}
+    found = {rank.error for rank in runs(2, "--log", f"{tmp_path / 'mine.py'}:log")}
     (error,) = found
     assert "ConfigError: log: " in error and "ModuleNotFoundError: No module named 'nothing_like_it'" in error
-    assert not (tmp_path / "runs" / "a" / "config.json").exists()
+    assert not (runs.path / "config.json").exists()
 
 
 def test_a_config_of_others_logs_nowhere(tmp_path: Path) -> None:
