@@ -21,7 +21,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import by_day
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
 
 G = 12
@@ -282,15 +282,12 @@ def test_the_plain_loop_draws_the_same_numbers(pools: Pools) -> None:
 # ---- what a mesh hands out, and what it refuses
 
 
-def dealt(mesh: Any) -> Any:
+@on_ranks(3)
+def test_ranks_take_turns_in_micro_shards(mesh: Any) -> None:
     batch = {"x": torch.arange(2 * G), "n": 5, "scale": torch.tensor(3.0)}
-    return ya.shard_batch(batch, deterministic())
-
-
-def test_ranks_take_turns_in_micro_shards(pools: Pools) -> None:
-    for rank, mine in enumerate(pools[3].run(dealt)):
-        wanted = [2 * g + i for g in range(rank, G, 3) for i in range(2)]
-        assert mine["x"].tolist() == wanted and mine["n"] == 5 and mine["scale"] == 3
+    mine = ya.shard_batch(batch, deterministic())
+    wanted = [2 * g + i for g in range(mesh.get_rank(), G, 3) for i in range(2)]
+    assert mine["x"].tolist() == wanted and mine["n"] == 5 and mine["scale"] == 3
 
 
 def outcome(mesh: Any, name: str) -> Any:

@@ -379,19 +379,8 @@ def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, 
     assert predicted.at.startswith(where if remat == "all" else "")
 
 
-def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, remat: str) -> tuple[int, Memory]:
-    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
-
-    def dealt(given: dict[str, Tensor]) -> Any:
-        """As many tokens on each rank as on one alone."""
-        ranks = axes.get("context", 1)
-        return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
-
-    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options, "dealt": dealt}
-    return measured(mesh, config, remat, 1, **how)
-
-
 @pytest.mark.nightly
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("axes", "sequence"),
     [
@@ -400,12 +389,19 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
         ({"context": 2}, False),
     ],
 )
-def test_the_peak_over_axes_inside_blocks(pools: Pools, axes: dict[str, int], sequence: bool) -> None:
+def test_the_peak_over_axes_inside_blocks(_: Any, axes: dict[str, int], sequence: bool) -> None:
+    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
+
+    def dealt(given: dict[str, Tensor]) -> Any:
+        """As many tokens on each rank as on one alone."""
+        ranks = axes.get("context", 1)
+        return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
+
+    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options, "dealt": dealt}
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     every = ((SMALL_HEAD, "all", 0.01), (SMALL_HEAD, "none", 0.01), (CONFIG, "all", 0.05))
     for config, remat, tolerance in every[:1] if sequence else every:
-        for real, predicted in pools[2].run(over, config, axes, sequence, remat):
-            agree(real, predicted, tolerance)
+        agree(*measured(mesh, config, remat, 1, **how), tolerance)
 
 
 @on_ranks(2)

@@ -70,8 +70,8 @@ def test_whole_layers_come_from_their_stages(_: Any, axes: dict[str, int], tmp_p
     def name(path: str, layer: int | None) -> str:
         return path if layer is None else f"{path}.{layer}"
 
-    ya.checkpoint.save_named(tmp_path, state.params, name)
-    lazy = ya.checkpoint.load_named(tmp_path, params, name)
+    ya.checkpoint.save_named(tmp_path / "named", state.params, name)
+    lazy = ya.checkpoint.load_named(tmp_path / "named", params, name)
     loads: list[str] = []
 
     def counted(leaf: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.train.data.tables import jsonl, texts
 from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, tiny, without
 from train import sample, tokenizer
@@ -77,19 +77,15 @@ def sampled(mesh: Any, folder: Path) -> str:
     return out.getvalue()
 
 
-def test_held_out_losses_are_means_over_targets(pools: Pools) -> None:
+@on_ranks(1, 2)
+def test_held_out_losses_are_means_over_targets(mesh: Any) -> None:
+    """Of a model that is as wrong as the token says."""
     draw = torch.Generator().manual_seed(0)
     rows = [{"tokens": torch.randint(9, (4,), generator=draw), "targets": torch.zeros(4)} for _ in range(24)]
     for index, row in enumerate(rows):
         row["targets"][: index % 5] = -100  # of some rows, none counts
     tokens, targets = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets"))
     expected = tokens[targets != -100].double().mean().item()
-    for ranks in (1, 2):
-        assert pools[ranks].run(counted, rows) == [pytest.approx(expected, rel=1e-6)] * ranks
-
-
-def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
-    """The held-out loss of a model that is as wrong as the token says."""
 
     def loss(params: Any, batch: dict[str, Tensor]) -> tuple[ya.Mean, dict[str, Any]]:
         valid = batch["targets"] != -100
@@ -100,5 +96,4 @@ def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
     place = Place.of(mesh)
     config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
     found, told = Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)
-    assert told == {"twice": pytest.approx(2 * found)}
-    return found
+    assert found == pytest.approx(expected, rel=1e-6) and told == {"twice": pytest.approx(2 * found)}
