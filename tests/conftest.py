@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness import forked
 from tests.harness.marks import left_out
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, Pools
 
 # none of these may fail because the machine is slow
 hypothesis.settings.register_profile("slow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -82,7 +82,7 @@ def _world(item: pytest.Item) -> int:
 
 
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[int, Pool]]:
+def pools() -> Iterator[Pools]:
     """Rank processes by world size; started at first use, ended with the session."""
     made = {world: Pool(world) for world in (1, 2, 3, 4, 8)}
     yield made
@@ -91,7 +91,7 @@ def pools() -> Iterator[dict[int, Pool]]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_threads(pools: dict[int, Pool]) -> Iterator[None]:
+def few_threads(pools: Pools) -> Iterator[None]:
     """Groups of meshes that tests have made stay, and gloo's idle threads poll: processes with many begin afresh."""
     yield
     for pool in pools.values():

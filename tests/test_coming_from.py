@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pages import doc
+from tests.harness.pool import on_ranks
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = {path.stem: path.read_text() for path in sorted((DOCS / "coming_from").glob("*.md"))}
@@ -20,7 +21,7 @@ PAGES = {path.stem: path.read_text() for path in sorted((DOCS / "coming_from").g
 
 def examples() -> dict[str, Any]:
     """What docs/api/index.md says that examples share, with new tensors."""
-    code = re.search(r"^```python\n(.*?)^```", (DOCS / "api" / "index.md").read_text(), re.S | re.M)
+    code = re.search(r"^```python\n(.*?)^```", doc("api/index"), re.S | re.M)
     assert code is not None
     names: dict[str, Any] = {}
     exec(code[1], names)
@@ -41,10 +42,12 @@ def rows(page: str) -> Iterator[tuple[str, str]]:
         yield theirs, "\n".join(re.findall(r"`([^`]+)`", ours))
 
 
-def run_rows(_: Any, page: str, folder: str) -> list[str]:
-    """Runs all rows of a page. Returns the errors."""
+@on_ranks(2)
+@pytest.mark.parametrize("page", PAGES)
+def test_every_row_runs_on_two_ranks(_: Any, page: str, tmp_path: Path) -> None:
     names, failed = examples(), list[str]()
-    names["folder"] = folder
+    names["folder"] = str(tmp_path)
+    assert len(list(rows(page))) > 10
     for theirs, ours in rows(page):
         if "ya.launch(" in ours:  # it starts ranks, and this is one
             continue
@@ -53,14 +56,7 @@ def run_rows(_: Any, page: str, folder: str) -> list[str]:
                 exec(ours, names)
         except Exception as error:
             failed.append(f"{theirs}\n    {ours}\n    {type(error).__name__}: {error}")
-    return failed
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_every_row_runs_on_two_ranks(page: str, pools: dict[int, Pool], tmp_path: Path) -> None:
-    assert len(list(rows(page))) > 10
-    for failed in pools[2].run(run_rows, page, str(tmp_path)):
-        assert not failed, "\n".join(failed)
+    assert not failed, "\n".join(failed)
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness.pages import ROOT, blocks, doc
 from yafsdp_fn.command import main
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "command.md").read_text()
-(MODEL,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+PAGE = doc("command")
+(MODEL,) = blocks(PAGE)
 SHOWN = re.findall(r"^```\n\$ yafsdp ([^\n]*)\n(.*?)^```", PAGE, re.S | re.M)
 PLAN = "plan my_model:loss my_model:params my_model:batch --ranks 16 --cluster a100-80g"
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
-from pathlib import Path
 
 import pytest
 
 import models
+from tests.harness.pages import ROOT, doc
 from tests.models.test_families_on_ranks import SMALL
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 ROWS = re.findall(r"^\| `([^`]+)` \| `([^`]+)` \| .+ \|$", PAGE, re.M)
 SUBJECTS = re.findall(r"^\*\*An? ([^*]+)\*\*", PAGE, re.M)
@@ -28,7 +27,7 @@ def test_it_tells_how_to_add_each_kind_of_thing() -> None:
 
 
 def test_the_files_of_an_op_are_those_that_design_tells() -> None:
-    design = (ROOT / "docs/design.md").read_text().split("**To add an op: five files.**")[1].split("```")[0]
+    design = doc("design").split("**To add an op: five files.**")[1].split("```")[0]
     told = re.findall(r"^    (\S+\.py) ", design.split("A slot filled from a slot")[0], re.M)
     assert len(told) == 5 and {f"yafsdp_fn/{file}" for file in told} <= {file for file, _ in ROWS}
 
@@ -36,14 +35,12 @@ def test_the_files_of_an_op_are_those_that_design_tells() -> None:
 def test_the_layers_are_those_that_design_tells() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     (layers,) = [each["layers"] for each in contracts if "containers" in each]
-    told = (
-        (ROOT / "docs/design.md").read_text().split("Imports point down, in these layers")[1].split("The **core**")[0]
-    )
+    told = doc("design").split("Imports point down, in these layers")[1].split("The **core**")[0]
     assert [line.strip() for line in told.splitlines() if line.startswith("    ")] == layers
 
 
 def test_every_family_is_where_a_family_belongs() -> None:
-    page = (ROOT / "docs/models.md").read_text()
+    page = doc("models")
     for family in models.FAMILIES:
         alone = ROOT / f"tests/models/test_{family.MODEL_TYPE}_sharded.py"  # llama's
         assert alone.exists() or any(name.startswith(family.MODEL_TYPE) for name in SMALL), family.MODEL_TYPE

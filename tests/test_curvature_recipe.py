@@ -13,7 +13,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.meshes import on
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.recipes import recipe
 from tests.harness.small import Model, batch, block, embed, model
 
@@ -80,7 +80,7 @@ def dense(v: Tensor) -> list[Tensor]:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("world", "axes"), [(1, "shard"), (2, "shard"), (4, "replicate")])
-def test_it_is_exact(pools: dict[int, Pool], world: int, axes: str) -> None:
+def test_it_is_exact(pools: Pools, world: int, axes: str) -> None:
     for found in pools[world].run(on, axes, sharded):
         for name, got, expected in zip(
             ("v", "hessian", "gauss_newton", "top", "solve", "influences"), found, dense(found[0]), strict=True

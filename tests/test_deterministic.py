@@ -21,7 +21,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import by_day
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
 
 G = 12
@@ -72,6 +72,10 @@ def noisy(config: llama.Config) -> Any:
     return layer
 
 
+Trajectory = tuple[Tensor, list[Tensor]]
+"""Losses and norms of each step, and at the end every parameter and moment."""
+
+
 class Run(NamedTuple):
     """tied: the embedding is visited first and last; remat: name of a policy; schedule, options: of the builder"""
 
@@ -107,7 +111,7 @@ def go(state: ya.ShardedState, step: Any, until: int) -> tuple[ya.ShardedState, 
     return state, torch.stack(seen)
 
 
-def trajectory(mesh: Any, run: Run, steps: int) -> tuple[Tensor, list[Tensor]]:
+def trajectory(mesh: Any, run: Run, steps: int) -> Trajectory:
     """Losses and norms, then whole parameters and moments."""
     state, seen = go(run.start(), run.step(), steps)
     return seen, values(state)
@@ -117,7 +121,7 @@ def values(state: ya.ShardedState) -> list[Tensor]:
     return [x.clone() for x in optree.tree_leaves(ya.unshard((state.params, state.opt_state)))]
 
 
-def same(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]], what: str) -> None:
+def same(a: Trajectory, b: Trajectory, what: str) -> None:
     """Equal bits, and of numbers that have moved."""
     assert torch.isfinite(a[0]).all() and len(a[0].unique()) > 1, what
     differ = (a[0] != b[0]).any(1).nonzero().flatten().tolist()
@@ -126,7 +130,7 @@ def same(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]], what: s
     assert not wrong, f"{what}: leaves {wrong} differ"
 
 
-def on(pools: dict[int, Pool], world: int, run: Run, steps: int) -> tuple[Tensor, list[Tensor]]:
+def on(pools: Pools, world: int, run: Run, steps: int) -> Trajectory:
     """The trajectory on `world` ranks, which is the same on all of them."""
     first, *others = pools[world].run(trajectory, run, steps, timeout=3600)
     for rank, other in enumerate(others, 1):
@@ -134,7 +138,7 @@ def on(pools: dict[int, Pool], world: int, run: Run, steps: int) -> tuple[Tensor
     return first
 
 
-def against_one(pools: dict[int, Pool], run: Run, steps: int, worlds: tuple[int, ...]) -> None:
+def against_one(pools: Pools, run: Run, steps: int, worlds: tuple[int, ...]) -> None:
     one = on(pools, 1, run, steps)
     for world in worlds:
         same(one, on(pools, world, run, steps), f"{run} on {world} ranks against one")
@@ -142,7 +146,7 @@ def against_one(pools: dict[int, Pool], run: Run, steps: int, worlds: tuple[int,
 
 @pytest.mark.nightly  # by day through changes of the number of ranks, and by schedules that recompute
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_equal_bits_on_any_number_of_ranks(pools: dict[int, Pool], tied: bool) -> None:
+def test_equal_bits_on_any_number_of_ranks(pools: Pools, tied: bool) -> None:
     one = on(pools, 1, Run(tied), STEPS)
     print(f"\n{STEPS} steps, tied={tied}: loss {float(one[0][0, 0]):.6f} -> {float(one[0][-1, 0]):.6f}")
     for world in (1, 2, 3, 4):
@@ -153,7 +157,7 @@ def test_equal_bits_on_any_number_of_ranks(pools: dict[int, Pool], tied: bool) -
         )
 
 
-def part(mesh: Any, run: Run, folder: Path, until: int) -> tuple[Tensor, list[Tensor]]:
+def part(mesh: Any, run: Run, folder: Path, until: int) -> Trajectory:
     """From the newest checkpoint in `folder`, if there is one, up to step `until`, saved there."""
     state = run.start()
     if any(folder.iterdir()):
@@ -163,7 +167,7 @@ def part(mesh: Any, run: Run, folder: Path, until: int) -> tuple[Tensor, list[Te
     return seen, values(state)
 
 
-def test_equal_bits_through_changes_of_the_number_of_ranks(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_equal_bits_through_changes_of_the_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
     run, seen = Run(tied=True), []
     for turn, world in enumerate((2, 3, 1, 4), 1):
         of_part, after = pools[world].run(part, run, tmp_path, STEPS * turn // 4, timeout=3600)[0]
@@ -182,7 +186,7 @@ def drawn(number: int) -> Run:
     return Run(True, remat, schedule, tuple(options.items()), tx="adamw", skips=False)
 
 
-def test_equal_bits_by_any_schedule(pools: dict[int, Pool]) -> None:
+def test_equal_bits_by_any_schedule(pools: Pools) -> None:
     first = on(pools, 1, Run(tied=True, tx="adamw", skips=False), 3)
     for number in range(60 if ALL else 5):
         run, world = drawn(number), 1 + number % 3
@@ -205,11 +209,11 @@ DAILY = ("updates inside, after the norm", "bfloat16, wide sums", "soap")
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", by_day(OTHERS, *DAILY))
-def test_equal_bits_by_other_dtypes_and_optimizers(pools: dict[int, Pool], name: str) -> None:
+def test_equal_bits_by_other_dtypes_and_optimizers(pools: Pools, name: str) -> None:
     against_one(pools, OTHERS[name], 2, (2 + len(name) % 2,))
 
 
-def test_equal_bits_on_nodes(pools: dict[int, Pool]) -> None:
+def test_equal_bits_on_nodes(pools: Pools) -> None:
     """Sums go to all ranks at once, not over nodes first, and gathers inside of nodes are copies."""
     hpz = Run(schedule="hpz", options=(("layers", 2),), local=2)
     same(on(pools, 1, Run(), 3), on(pools, 4, hpz, 3), "four ranks on two nodes against one")
@@ -255,7 +259,7 @@ def other_verbs(mesh: Any) -> list[Tensor]:
 
 
 @pytest.mark.nightly
-def test_equal_bits_by_other_verbs(pools: dict[int, Pool]) -> None:
+def test_equal_bits_by_other_verbs(pools: Pools) -> None:
     """The first step and later ones add up the visits of a unit alike: each of three steps is compared."""
     one = pools[1].run(other_verbs)[0]
     assert all(x.isfinite().all() for x in one) and len(one) > 40
@@ -265,7 +269,7 @@ def test_equal_bits_by_other_verbs(pools: dict[int, Pool]) -> None:
             assert not wrong, f"rank {rank} of {world}: values {wrong} of {len(one)}"
 
 
-def test_the_plain_loop_draws_the_same_numbers(pools: dict[int, Pool]) -> None:
+def test_the_plain_loop_draws_the_same_numbers(pools: Pools) -> None:
     """Losses of one step on whole tensors, micro-shard by micro-shard."""
     run = Run(remat="all")
     plain = ya.PlainState.create(llama.params(CONFIG), TXS["adamw"], seed=3)
@@ -278,15 +282,12 @@ def test_the_plain_loop_draws_the_same_numbers(pools: dict[int, Pool]) -> None:
 # ---- what a mesh hands out, and what it refuses
 
 
-def dealt(mesh: Any) -> Any:
+@on_ranks(3)
+def test_ranks_take_turns_in_micro_shards(mesh: Any) -> None:
     batch = {"x": torch.arange(2 * G), "n": 5, "scale": torch.tensor(3.0)}
-    return ya.shard_batch(batch, deterministic())
-
-
-def test_ranks_take_turns_in_micro_shards(pools: dict[int, Pool]) -> None:
-    for rank, mine in enumerate(pools[3].run(dealt)):
-        wanted = [2 * g + i for g in range(rank, G, 3) for i in range(2)]
-        assert mine["x"].tolist() == wanted and mine["n"] == 5 and mine["scale"] == 3
+    mine = ya.shard_batch(batch, deterministic())
+    wanted = [2 * g + i for g in range(mesh.get_rank(), G, 3) for i in range(2)]
+    assert mine["x"].tolist() == wanted and mine["n"] == 5 and mine["scale"] == 3
 
 
 def outcome(mesh: Any, name: str) -> Any:
@@ -372,7 +373,7 @@ EVERYWHERE = ("microbatches", "deferred", "beside", "inside", "objective", "tran
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_by_name(pools: dict[int, Pool], name: str) -> None:
+def test_refused_by_name(pools: Pools, name: str) -> None:
     for world in (1, 2) if name in EVERYWHERE else (2,):
         for error in pools[world].errors(outcome, name):
             assert SAID[name] in error

@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PAGES = {path.name: path.read_text() for path in sorted((ROOT / "docs" / "api").glob("*.md"))}
 SHOWN = re.findall(r"^::: ya\.([\w.]+)$", "\n".join(PAGES.values()), re.M)
 

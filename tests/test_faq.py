@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import yafsdp_fn as ya
+from tests.harness.pages import ROOT, blocks, doc
 from tests.test_coming_from import examples
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "faq.md").read_text()
-SCRIPT, *PIECES = re.findall(r"^```python\n(.*?)^```", PAGE, re.S | re.M)
+PAGE = doc("faq")
+SCRIPT, *PIECES = blocks(PAGE)
 
 
 def test_the_code_prints_what_it_shows(tmp_path: Path) -> None:

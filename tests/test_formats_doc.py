@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import runpy
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -14,11 +13,11 @@ import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pages import ROOT, doc
+from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model, one_rank
 
-ROOT = Path(__file__).parents[1]
-BLOCKS = [text.split("```")[0] for text in (ROOT / "docs/formats.md").read_text().split("```python\n")]
+BLOCKS = [text.split("```")[0] for text in doc("formats").split("```python\n")]
 
 
 def page(block: int, **names: Any) -> dict[str, Any]:
@@ -45,7 +44,8 @@ def test_a_format_of_ones_own() -> None:
     assert len(lines) <= 30
 
 
-def trained(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_the_page_on_ranks(mesh: Any) -> None:
     """The page's first lines make a state whose weights pass through the format; so does one with the reader's own."""
     tx = ya.optim.adamw(1e-2)
     state = page(1, params=model(), tx=tx, mesh=mesh)["state"]
@@ -66,11 +66,6 @@ def trained(mesh: Any) -> None:
         value, _ = ya.value_and_grad(loss)(state.params, batch())
         assert abs(float(value - mean.total / mean.weight)) < 1e-5
         assert optree.tree_leaves(ya.train_step(loss, tx)(state, batch())[1]["loss"].isfinite())[0]
-
-
-def test_the_page_on_ranks(pools: dict[int, Pool]) -> None:
-    for world in (1, 2):
-        pools[world].run(trained)
 
 
 def test_what_pays_is_searched_for_a_state(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,7 +89,7 @@ def test_the_table_and_the_picture_are_made_by_a_command() -> None:
     said = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert {row.name for row in rows[1:]} <= set(said) and "a step" in said
     shown = (ROOT / "docs/images/formats.svg").read_text()
-    page = (ROOT / "docs/formats.md").read_text()
+    page = doc("formats")
     for title in made["STEPS"]:  # the picture of the page has its numbers
         of_step = page.partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[3:]
         saved = [row.split(" | ")[2] for row in of_step]

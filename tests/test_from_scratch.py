@@ -13,7 +13,8 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from docs.examples import from_scratch as plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pages import doc
+from tests.harness.pool import Pools, on_ranks
 
 SOURCE = (Path(__file__).parents[1] / "docs" / "examples" / "from_scratch.py").read_text()
 CPU = torch.device("cpu")
@@ -86,7 +87,7 @@ def order_of_work(mesh: Any) -> list[str]:
     return begun
 
 
-def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: dict[int, Pool]) -> None:
+def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: Pools) -> None:
     last = plain.L + 1
     forward = ["gather 0"]
     for unit in range(last):
@@ -102,13 +103,10 @@ def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: dict[int,
     assert begun == forward + at_the_turn + backward
 
 
-def test_layers_share_two_slots(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(number_of_slots) == [(2, plain.L + 2)] * 2
-
-
-def number_of_slots(mesh: Any) -> tuple[int, int]:
+@on_ranks(2)
+def test_layers_share_two_slots(mesh: Any) -> None:
     model = plain.Model(plain.params(), CPU)
-    return len({id(unit.slot) for unit in model.stacks["layers"]}), len(model.units)
+    assert len({id(unit.slot) for unit in model.stacks["layers"]}) == 2 and len(model.units) == plain.L + 2
 
 
 def lines_of_code() -> int:
@@ -133,5 +131,5 @@ def test_it_is_at_most_two_hundred_lines_of_code_with_nothing_of_the_library() -
 
 
 def test_its_page_counts_its_lines() -> None:
-    page = (Path(__file__).parents[1] / "docs" / "from_scratch.md").read_text()
+    page = doc("from_scratch")
     assert f"{lines_of_code()} lines of code" in page

@@ -21,7 +21,8 @@ from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.marks import by_day
 from tests.harness.meshes import made
 from tests.harness.oracle import check_exact
-from tests.harness.pool import Pool
+from tests.harness.pages import blocks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.steps.staged import test_exact_stages as staged
 from yafsdp_fn.proof.verify import RULES
@@ -70,7 +71,7 @@ def test_every_published_schedule_is_there() -> None:
 
 
 def test_the_page_compares_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
-    (code, _) = re.findall(r"```python\n(.*?)```", texts()["index.md"], re.S)
+    (code, _) = blocks(texts()["index.md"])
     exec(code, names := dict[str, Any]())
     assert names["trace"] == make.flat() and names["programs"]["1F1B"] == shown()["1f1b"].program
     assert f"{make.compared(shown()).rows['zero3'].step_s:.3f}" in capsys.readouterr().out
@@ -170,7 +171,10 @@ def test_z3_finds_no_order_in_which_a_small_one_goes_wrong(name: str) -> None:
 MESHES = {"": "shard", "replicate=-1, shard=1": "copies", "replicate=2": "replicate", "local=8": "nodes"}
 
 
-def run(mesh: Any, name: str) -> None:
+@pytest.mark.nightly
+@on_ranks(4)
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_step_of_each_is_that_of_the_plain_loop(mesh: Any, name: str) -> None:
     """Steps of a small model on four ranks, against the plain loop: without stages, or on four."""
     entry = ENTRIES[name]
     if not entry.segments:
@@ -180,12 +184,6 @@ def run(mesh: Any, name: str) -> None:
     how = staged.How(lambda _: entry.schedule(), ya.schedules.zero2(), entry.segments, entry.shape)
     with mock.patch.dict(staged.HOW, {name: how}):
         staged.check(mesh, "skip", name, make.STAGES, (2 * make.STAGES,), True)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ENTRIES)
-def test_a_step_of_each_is_that_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
-    pools[4].run(run, name)
 
 
 # ---- names of other people, as the site shows them, in a real browser

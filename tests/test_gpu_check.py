@@ -20,9 +20,9 @@ import pytest
 import torch
 
 from tests.harness import forked
+from tests.harness.pages import ROOT
 from tests.harness.stalls import until
 
-ROOT = Path(__file__).resolve().parent.parent
 CI = str(ROOT / ".ci")
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without CUDA says")
 

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 
 PARAMS = {"layers": ya.Stacked({"w": ya.Param((2, 4, 4))})}
 TX = ya.optim.adamw(1e-3)
@@ -28,85 +28,49 @@ def loss_fn(params: Any, batch: Any) -> ya.Mean:
     return ya.Mean(x.square().sum(), x.numel())
 
 
-def with_arrays(mesh: Any) -> tuple[list[list[float]], float, float, str]:
+@on_ranks(1, 2)
+def test_arrays_of_numpy_are_sharded_as_tensors_are(mesh: Any) -> None:
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     mine = ya.shard_batch({"x": rows}, mesh)
     same = ya.shard_batch({"x": torch.from_numpy(rows)}, mesh)
-    losses = [ya.train_step(loss_fn, TX)(ya.init(PARAMS, TX, mesh=mesh), each)[1]["loss"] for each in (mine, same)]
-    with pytest.raises(TypeError) as refused:
-        ya.train_step(loss_fn, TX, microbatches=2)(ya.init(PARAMS, TX, mesh=mesh), {"x": rows})
-    return mine["x"].tolist(), float(losses[0]), float(losses[1]), str(refused.value)
+    assert torch.equal(mine["x"], same["x"]) and len(mine["x"]) == 8 // mesh.size()
+    one, other = (ya.train_step(loss_fn, TX)(new(mesh), batch)[1]["loss"] for batch in (mine, same))
+    assert one == other
+    with pytest.raises(
+        TypeError, match=r"x of argument 1 is a NumPy array of shape \(8, 4\), of which every one would get"
+    ):
+        ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"x": rows})
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_arrays_of_numpy_are_sharded_as_tensors_are(pools: dict[int, Pool], world: int) -> None:
-    found = pools[world].run(with_arrays)
-    rows = np.arange(32.0).reshape(8, 4).tolist()
-    assert [row for mine, *_ in found for row in mine] == rows
-    for _, one, same, refused in found:
-        assert one == same
-        assert "x of argument 1 is a NumPy array of shape (8, 4), of which every one would get all rows" in refused
-
-
-def a_module_of_its_own(mesh: Any) -> str:
+@on_ranks(1, 2)
+def test_a_loss_that_no_parameter_goes_into_is_refused(mesh: Any) -> None:
     net = torch.nn.Linear(4, 1)
-    with pytest.raises(ValueError) as refused:
-        ya.train_step(lambda params, batch: net(batch).square().mean(), TX)(
-            ya.init(PARAMS, TX, mesh=mesh), torch.ones(2, 4)
-        )
-    return str(refused.value)
+    step = ya.train_step(lambda params, batch: net(batch).square().mean(), TX)
+    with pytest.raises(ValueError, match="the loss does not depend on the differentiated arguments"):
+        step(new(mesh), torch.ones(2, 4))
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_that_no_parameter_goes_into_is_refused(pools: dict[int, Pool], world: int) -> None:
-    assert all(
-        "the loss does not depend on the differentiated arguments" in text
-        for text in pools[world].run(a_module_of_its_own)
-    )
-
-
-def other_things(mesh: Any) -> list[str]:
-    state = ya.init(PARAMS, TX, mesh=mesh)
-    calls = (
-        lambda: ya.shard(torch.nn.Linear(2, 2), TX, mesh=mesh),
-        lambda: ya.init(PARAMS, TX, mesh=init_device_mesh("cpu", (mesh.size(),))),
-        lambda: ya.checkpoint.save("folder", state.params),
-        lambda: ya.Param(64, 32),
-        lambda: ya.optim.adamw("1e-3"),
-    )
-    found = []
-    for call in calls:
-        with pytest.raises(TypeError) as refused:
+@on_ranks(2)
+def test_what_is_given_for_something_else_is_named(mesh: Any) -> None:
+    calls: list[tuple[str, Any]] = [
+        (
+            "params: expected a Param, a tensor or a Lazy leaf, got Linear; an nn.Module becomes parameters by ya.",
+            lambda: ya.shard(torch.nn.Linear(2, 2), TX, mesh=mesh),
+        ),
+        (
+            "mesh: its axes have no names; make it by ya.mesh()",
+            lambda: ya.init(PARAMS, TX, mesh=init_device_mesh("cpu", (mesh.size(),))),
+        ),
+        (
+            "checkpoint.save: expected a folder and a state, got a dict for the state",
+            lambda: ya.checkpoint.save("folder", new(mesh).params),
+        ),
+        ("Param(64, ...): expected a shape, such as Param((64, 8))", lambda: ya.Param(64, 32)),
+        ("learning_rate='1e-3': expected a number, or a function of the count", lambda: ya.optim.adamw("1e-3")),
+    ]
+    for text, call in calls:
+        with pytest.raises(TypeError, match=re.escape(text)):
             call()
-        found.append(str(refused.value))
-    return found
-
-
-def test_what_is_given_for_something_else_is_named(pools: dict[int, Pool]) -> None:
-    for said in pools[2].run(other_things):
-        for text, part in zip(
-            said,
-            (
-                "params: expected a Param, a tensor or a Lazy leaf, got Linear; an nn.Module becomes parameters by ya.",
-                "mesh: its axes have no names; make it by ya.mesh()",
-                "checkpoint.save: expected a folder and a state, got a dict for the state",
-                "Param(64, ...): expected a shape, such as Param((64, 8))",
-                "learning_rate='1e-3': expected a number, or a function of the count",
-            ),
-            strict=True,
-        ):
-            assert part in text, text
-
-
-def refusals(mesh: Any, cases: str) -> list[str]:
-    """Runs functions of the mesh, by the name of their list; returns what each raised."""
-    found = []
-    for case in globals()[cases].values():
-        try:
-            found.append(f"nothing: {case(mesh)}")
-        except Exception as error:
-            found.append(f"{type(error).__name__}: {error}")
-    return found
 
 
 def new(mesh: Any, tx: Any = TX) -> Any:
@@ -149,36 +113,22 @@ OTHERS: list[tuple[Any, Any, str]] = [
 ]
 
 
-def other_optimizers(mesh: Any) -> list[str]:
-    found = []
-    for made, given, _ in OTHERS:
-        for use in (taken, applied, of_plain):
-            with pytest.raises(TypeError) as refused:
-                use(mesh, made, given)
-            found.append(str(refused.value))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_state_made_by_another_optimizer_is_refused_by_name(pools: dict[int, Pool], world: int) -> None:
+@on_ranks(1, 2)
+def test_a_state_made_by_another_optimizer_is_refused_by_name(mesh: Any) -> None:
     """Some were taken in silence, as Adam's moments by SGD; others failed in the words of a tuple's."""
-    for said in pools[world].run(other_optimizers):
-        for text, parts in zip(said, [parts for *_, parts in OTHERS for _ in range(3)], strict=True):
-            assert re.search(f"^the optimizer's state {parts}", text) and "ya.shard(state, tx), a state for" in text, (
-                text
-            )
+    for made, given, parts in OTHERS:
+        for use in (taken, applied, of_plain):
+            with pytest.raises(
+                TypeError, match=rf"^the optimizer's state {parts}.*ya\.shard\(state, tx\), a state for"
+            ):
+                use(mesh, made, given)
 
 
-def other_figures(mesh: Any) -> list[Any]:
-    found = []
+@on_ranks(2)
+def test_one_with_other_figures_is_taken(mesh: Any) -> None:
     for given in (ya.optim.adamw(3e-3, weight_decay=0.1), ya.optim.adamw(1e-3, b2=0.99)):
         state, _ = ya.train_step(loss_fn, given)(new(mesh), BATCH)
-        found.append(state.step)
-    return found
-
-
-def test_one_with_other_figures_is_taken(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(other_figures) == [[1, 1]] * 2
+        assert state.step == 1
 
 
 def without_a_graph(make: Any) -> Any:
@@ -491,28 +441,15 @@ UNCLEAR: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("cases", ["SILENT", "UNCLEAR"])
-def test_mistakes_are_refused_in_words_of_this_library(pools: dict[int, Pool], world: int, cases: str) -> None:
-    for said in pools[world].run(refusals, cases):
-        for text, begins in zip(said, globals()[cases], strict=True):
-            assert text.startswith(begins), text
-
-
-def steps_on(mesh: Any) -> list[int]:
-    """Returns how often a first step warns of equal batches: given the same to all, and each its own."""
-    rows, counts = torch.arange(16.0).view(4, 4), []
-    for batch in (rows, ya.shard_batch(rows, mesh)):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            ya.train_step(loss_fn, TX)(new(mesh), {"x": batch})
-        counts.append(sum("all ranks have the same batch, so that each row" in str(each.message) for each in caught))
-    return counts
-
-
-def test_a_batch_that_all_ranks_have_is_warned_of(pools: dict[int, Pool]) -> None:
-    assert pools[1].run(steps_on) == [[0, 0]]
-    assert pools[2].run(steps_on) == [[1, 0]] * 2
+def test_mistakes_are_refused_in_words_of_this_library(mesh: Any, cases: str) -> None:
+    for begins, case in globals()[cases].items():
+        try:
+            said = f"nothing: {case(mesh)}"
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        assert said.startswith(begins), said
 
 
 def warned_by(call: Any, *args: Any) -> list[str]:
@@ -522,77 +459,62 @@ def warned_by(call: Any, *args: Any) -> list[str]:
     return [str(each.message) for each in caught]
 
 
-def of_a_sampler(mesh: Any) -> list[list[str]]:
-    """What a first step warns of: rows of a sampler for each rank, as they are and cut once more."""
+@on_ranks(1, 2)
+def test_a_batch_that_all_ranks_have_is_warned_of(mesh: Any) -> None:
+    rows = torch.arange(16.0).view(4, 4)
+    given = rows, ya.shard_batch(rows, mesh)
+    same, own = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": x}) for x in given)
+    assert own == [] and len(same) == mesh.size() - 1
+    assert all("all ranks have the same batch, so that each row" in text for text in same)
+
+
+@on_ranks(1, 2)
+def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(mesh: Any) -> None:
     mine = torch.arange(16.0).view(4, 4) + 16 * mesh.get_rank()
     given = mine, ya.shard_batch(mine, mesh)
-    return [warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": rows}) for rows in given]
+    as_they_are, cut = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": rows}) for rows in given)
+    assert as_they_are == [] and len(cut) == mesh.size() - 1
+    assert all(text.startswith("ranks have given other rows to ya.shard_batch") for text in cut)
 
 
-def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(pools: dict[int, Pool]) -> None:
-    assert pools[1].run(of_a_sampler) == [[[], []]]
-    for as_they_are, cut in pools[2].run(of_a_sampler):
-        assert as_they_are == [] and len(cut) == 1
-        assert cut[0].startswith("ranks have given other rows to ya.shard_batch")
-
-
-def partly_frozen(mesh: Any) -> list[list[str]]:
+@on_ranks(1, 2)
+def test_a_tensor_that_was_frozen_before_it_is_sharded_is_warned_of(mesh: Any) -> None:
     """What `shard` warns of: one tensor that does not require grad among others, marked, all of them, and none."""
     still, moving = torch.ones(4), torch.ones(4, requires_grad=True)
     trees = [{"a": still, "b": moving}, {"a": ya.frozen(still), "b": moving}, {"b": moving}, {"a": still}]
     like = {"a": ya.frozen(ya.Param((4,))), "b": ya.Param((4,))}
-    found = [warned_by(functools.partial(ya.shard, tree, TX, mesh=mesh)) for tree in trees]
-    return [*found, warned_by(functools.partial(ya.shard, trees[0], TX, mesh=mesh, like=like))]
+    mixed, *right = (warned_by(functools.partial(ya.shard, tree, TX, mesh=mesh)) for tree in trees)
+    right.append(warned_by(functools.partial(ya.shard, trees[0], TX, mesh=mesh, like=like)))
+    assert right == [[]] * 4
+    assert [text.partition(",")[0] for text in mixed] == ["shard: a does not require grad"]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_tensor_that_was_frozen_before_it_is_sharded_is_warned_of(pools: dict[int, Pool], world: int) -> None:
-    for mixed, *right in pools[world].run(partly_frozen):
-        assert right == [[]] * 4
-        assert [text.partition(",")[0] for text in mixed] == ["shard: a does not require grad"]
+@on_ranks(1, 2)
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_a_loss_may_write_to_its_batch(mesh: Any, microbatches: int) -> None:
+    """In three steps it writes to each new batch, and takes a part from it; the call before the first one, too."""
 
-
-def in_place(mesh: Any, rows: Any, microbatches: int) -> list[float]:
-    """Losses of three steps, each on a new batch to which the loss writes, and from which it takes a part."""
-
-    def loss(params: Any, batch: Any) -> Any:
+    def writes(params: Any, batch: Any) -> Any:
         batch["x"].div_(8)
         return loss_fn(params, {"x": batch.pop("x")})
 
-    step, state, losses = ya.train_step(loss, TX, microbatches=microbatches), new(mesh), []
-    for number in range(3):
-        state, metrics = step(state, ya.shard_batch({"x": rows * (1 + number)}, mesh))
-        losses.append(metrics["loss"].item())
-    return losses
-
-
-def out_of_place(mesh: Any, rows: Any, microbatches: int) -> list[float]:
-    step, state, losses = ya.train_step(loss_fn, TX, microbatches=microbatches), new(mesh), []
-    for number in range(3):
-        state, metrics = step(state, ya.shard_batch({"x": rows * (1 + number) / 8}, mesh))
-        losses.append(metrics["loss"].item())
-    return losses
-
-
-@pytest.mark.parametrize("microbatches", [1, 2])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_loss_may_write_to_its_batch(pools: dict[int, Pool], world: int, microbatches: int) -> None:
-    """The call before the first step wrote to it, too."""
     rows = torch.arange(32.0).view(8, 4)
-    assert pools[world].run(in_place, rows, microbatches) == pools[world].run(out_of_place, rows, microbatches)
+    losses = []
+    for loss, scale in ((writes, 1), (loss_fn, 8)):
+        step, state = ya.train_step(loss, TX, microbatches=microbatches), new(mesh)
+        for number in (1, 2, 3):
+            state, metrics = step(state, ya.shard_batch({"x": rows * number / scale}, mesh))
+            losses.append(metrics["loss"].item())
+    assert losses[:3] == losses[3:]
 
 
-def of_other_layouts(mesh: Any) -> list[float]:
+@on_ranks(1, 2)
+def test_a_sparse_tensor_may_be_in_a_batch(mesh: Any) -> None:
     """A sparse tensor in a rank's own batch."""
     rows = torch.eye(4) * (1 + mesh.get_rank())
     step = ya.train_step(lambda params, batch: loss_fn(params, {"x": batch["x"].to_dense()}), TX)
-    return [step(new(mesh), {"x": x})[1]["loss"].item() for x in (rows, rows.to_sparse())]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_sparse_tensor_may_be_in_a_batch(pools: dict[int, Pool], world: int) -> None:
-    for dense, sparse in pools[world].run(of_other_layouts):
-        assert dense == sparse
+    dense, sparse = [step(new(mesh), {"x": x})[1]["loss"].item() for x in (rows, rows.to_sparse())]
+    assert dense == sparse
 
 
 # ---- writes to leaves between two steps
@@ -611,14 +533,18 @@ WRITES: dict[str, Any] = {
 }
 
 
-def between_steps(mesh: Any, how: str, compute: torch.dtype) -> list[Any]:
-    """The loss of each step and evaluation after a write to all leaves, before the first step and after it; or what is
-    raised. Without weights a block changes nothing."""
+@on_ranks(1, 2)
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_between_steps_is_computed_with_or_refused(mesh: Any, how: str, compute: torch.dtype) -> None:
+    """To all leaves, before the first step and after it. Without weights a block changes nothing."""
 
     def loss(params: Any, batch: Any) -> Any:
         return loss_fn(params, {"x": batch["x"].to(compute)})
 
-    found: list[Any] = []
+    counts = how in ("under no_grad", "detached")
+    same_memory = compute == torch.float32 and how != "other memory"
+    refused = r"^a leaf of the state's params was written through \.data or \.numpy\(\), or giv"
     for steps in (0, 1):
         state, step = ya.init(PARAMS, TX, mesh=mesh, precision=ya.Precision(compute=compute)), ya.train_step(loss, TX)
         for _ in range(steps):
@@ -626,57 +552,33 @@ def between_steps(mesh: Any, how: str, compute: torch.dtype) -> list[Any]:
         with torch.no_grad():
             for leaf in optree.tree_leaves(state.params):
                 WRITES[how](leaf)
-        for train in (False, True):
-            try:
-                metrics = step(state, BATCH)[1] if train else ya.eval_step(loss)(state, BATCH)
-                found.append(metrics["loss"].item())
-            except RuntimeError as error:
-                found.append(str(error))
-    return found
+        if counts or same_memory:
+            assert ya.eval_step(loss)(state, BATCH)["loss"] == step(state, BATCH)[1]["loss"] == 1.0
+            continue
+        for call in (ya.eval_step(loss), step):
+            with pytest.raises(RuntimeError, match=refused):
+                call(state, BATCH)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("how", WRITES)
-def test_a_write_between_steps_is_computed_with_or_refused(pools: dict[int, Pool], world: int, how: str) -> None:
-    for compute in (torch.float32, torch.bfloat16):
-        counts = how in ("under no_grad", "detached")
-        same_memory = compute == torch.float32 and how != "other memory"
-        for found in pools[world].run(between_steps, how, compute):
-            for each in found:
-                if counts or same_memory:
-                    assert each == 1.0
-                else:
-                    assert each.startswith("a leaf of the state's params was written through .data or .numpy(), or giv")
+@on_ranks(1, 2)
+def test_states_and_steps_under_inference_mode_are_as_without_it(mesh: Any) -> None:
+    """Made and trained in it twice, and then outside of it."""
+    found = []
+    for inside in (True, False):
+        with torch.inference_mode(inside):
+            state = new(mesh)
+        step, losses = ya.train_step(loss_fn, TX), []
+        for number in range(3):
+            with torch.inference_mode(inside and number < 2):
+                state, metrics = step(state, BATCH)
+            losses.append(metrics["loss"].item())
+        grads = ya.grad(loss_fn)(state.params, BATCH)
+        found.append([*losses, state.apply_gradients(grads, TX).step])
+    assert found[0] == found[1]
 
 
-def under_inference_mode(mesh: Any) -> list[float]:
-    with torch.inference_mode():
-        state = new(mesh)
-    step = ya.train_step(loss_fn, TX)
-    losses = []
-    for _ in range(2):
-        with torch.inference_mode():
-            state, metrics = step(state, BATCH)
-        losses.append(metrics["loss"].item())
-    state, metrics = step(state, BATCH)
-    grads = ya.grad(loss_fn)(state.params, BATCH)
-    return [*losses, metrics["loss"].item(), state.apply_gradients(grads, TX).step]
-
-
-def without_it(mesh: Any) -> list[float]:
-    step, state, losses = ya.train_step(loss_fn, TX), new(mesh), []
-    for _ in range(3):
-        state, metrics = step(state, BATCH)
-        losses.append(metrics["loss"].item())
-    return [*losses, 4]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_states_and_steps_under_inference_mode_are_as_without_it(pools: dict[int, Pool], world: int) -> None:
-    assert pools[world].run(under_inference_mode) == pools[world].run(without_it)
-
-
-def by_hand(mesh: Any) -> list[Any]:
+@on_ranks(1, 2)
+def test_an_optimizers_update_takes_a_states_own_trees(mesh: Any) -> None:
     """Optax's loop, on a state's own trees; and the library's."""
     step, found = ya.train_step(loss_fn, TX), []
     for hand in (True, False):
@@ -690,10 +592,5 @@ def by_hand(mesh: Any) -> list[Any]:
             state = state.apply_gradients(grads, TX)
         whole = ya.unshard(state.params)["layers"]["w"]
         found.append((whole, step(state, BATCH)[1]["loss"]))
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_an_optimizers_update_takes_a_states_own_trees(pools: dict[int, Pool], world: int) -> None:
-    for ours, theirs in pools[world].run(by_hand):
-        torch.testing.assert_close(ours, theirs)  # a fused kernel rounds otherwise
+    ours, theirs = found
+    torch.testing.assert_close(ours, theirs)  # a fused kernel rounds otherwise

@@ -15,8 +15,8 @@ from jupyter_client.provisioning import local_provisioner
 from nbclient import NotebookClient
 
 from tests.harness.forked import Forked
+from tests.harness.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "docs" / "notebooks" / "first_schedule.ipynb"
 
 

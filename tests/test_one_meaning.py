@@ -18,9 +18,9 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.meshes import on
+from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare, joined, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Batch, Params, block, embed, head
 
 DOUBLE = ya.Precision(torch.float64)
@@ -37,14 +37,13 @@ WORLDS = [
     nightly(4, "replicate"),
     (4, "replicate-nodes"),
 ]
-PLACES = pytest.mark.parametrize(("world", "axes"), WORLDS)
 
 
 class Setting:
     """A problem on this rank and on one process. batches: of all ranks, `own` among them"""
 
-    def __init__(self, mesh: Any, name: str, *, same_data: bool = False) -> None:
-        problem = PROBLEMS[name]
+    def __init__(self, axes: str, name: str, *, same_data: bool = False) -> None:
+        mesh, problem = made(axes), PROBLEMS[name]
         abstract = {key: value for key, value in problem.params(2)._asdict().items() if value is not None}
         self.sharded = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
         marked = optree.tree_map(Tensor.double, plain(abstract))
@@ -86,20 +85,12 @@ def hvp_jvp(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
     return tf.jvp(tf.grad(f), (p,), (u,))[1]
 
 
-def hvp_grad(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
-    return tf.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p)
-
-
 def hvp_ya(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
     return ya.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p)
 
 
 def hvp_ya_twice(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
     return ya.grad(lambda q: ya.vdot(ya.grad(f)(q), u))(p)
-
-
-def hvp_vjp(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
-    return tf.vjp(tf.grad(f), p)[1](u)[0]
 
 
 def maml(f: Any, p: Tree, u: Tree, v: Tree, *, inner: Any = tf.grad, outer: Any = tf.grad) -> Tree:
@@ -123,14 +114,9 @@ def norms_in_a_step(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
 KITS: dict[str, Kit] = {
     "tf.grad": lambda f, p, u, v: tf.grad(f)(p),
     "vjp": lambda f, p, u, v: tf.vjp(f, p)[1](torch.tensor(2.0).double())[0],
-    "vjp called twice": lambda f, p, u, v: [
-        b(torch.tensor(k).double())[0] for b in [tf.vjp(f, p)[1]] for k in (1.0, 3.0)
-    ],
     "hvp by jvp": hvp_jvp,
-    "hvp by grad": hvp_grad,
     "hvp by ya.grad": hvp_ya,
     "hvp by ya.grad of ya.grad": hvp_ya_twice,
-    "hvp by vjp": hvp_vjp,
     "gradient of jvp of jvp": lambda f, p, u, v: tf.grad(
         lambda q: tf.jvp(lambda q: tf.jvp(f, (q,), (u,))[1], (q,), (v,))[1]
     )(p),
@@ -144,8 +130,8 @@ KITS: dict[str, Kit] = {
 }
 
 
-def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
-    s = Setting(mesh, name, same_data=same_data)
+def same(axes: str, name: str, kits: list[str], same_data: bool) -> None:
+    s = Setting(axes, name, same_data=same_data)
     (u, plain_u), (v, plain_v) = s.directions
     for kit in kits:
         got = KITS[kit](lambda p: s.loss(p, s.own), s.sharded, u, v)
@@ -154,6 +140,7 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
 
 
 @pytest.mark.sampled
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "axes", "same_data"),
     [
@@ -165,20 +152,22 @@ def same(mesh: Any, name: str, kits: list[str], same_data: bool) -> None:
         (2, "shard", True),
     ],
 )
-def test_transforms(pools: dict[int, Pool], world: int, axes: str, same_data: bool) -> None:
+def test_transforms(mesh: Any, axes: str, same_data: bool) -> None:
     """All of them on one rank, on two, and on two that hold all; on four, and of the same data, those that differ."""
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
     most = [*few, "vjp", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
-    kits = {(4, "replicate"): most, (4, "replicate-nodes"): few}.get((world, axes), few if same_data else list(KITS))
-    pools[world].run(on, axes, same, "base", kits, same_data)
-    for name in ("twice", "stacks", "pinned") if world < 4 and not same_data else ("pinned",):
-        pools[world].run(on, axes, same, name, few, same_data)
+    kits = {"replicate": most, "replicate-nodes": few}.get(axes, few if same_data else list(KITS))
+    same(axes, "base", kits, same_data)
+    for name in ("twice", "stacks", "pinned") if mesh.size() < 4 and not same_data else ("pinned",):
+        same(axes, name, few, same_data)
 
 
-def weighted(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "axes"), WORLDS)
+def test_weighted_losses(mesh: Any, axes: str) -> None:
     """Losses of uneven weights, by `ya.functional_loss`: ya.grad's gradient, and the plain tree's on the whole
     batch."""
-    s = Setting(mesh, "base")
+    s = Setting(axes, "base")
     everything = joined(s.batches)
     expected, value = tf.grad_and_value(ya.functional_loss(s.mean))(s.plain, everything)
     got, own_value = tf.grad_and_value(ya.functional_loss(s.mean))(s.sharded, s.own)
@@ -198,14 +187,11 @@ def weighted(mesh: Any) -> None:
     compare(tangent, plain_tangent, BOUND, "jvp of the objective")
 
 
-@PLACES
-def test_weighted_losses(pools: dict[int, Pool], world: int, axes: str) -> None:
-    pools[world].run(on, axes, weighted)
-
-
-def plain_arguments(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "axes"), WORLDS)
+def test_plain_arguments_and_examples(mesh: Any, axes: str) -> None:
     """A gradient of what is no shard: of ya.grad a rank's part of the mean, inside another derivative too."""
-    s = Setting(mesh, "base")
+    s = Setting(axes, "base")
     ranks, scale = mesh.size(), torch.tensor(1.5).double()
 
     def scaled(scale: Tensor, params: Tree, batch: Batch) -> Tensor:
@@ -217,6 +203,10 @@ def plain_arguments(mesh: Any) -> None:
     expected = tf.grad(lambda p: 3.0 * s.whole(p) / ranks)(s.plain)
     s.check(inner, expected, "ya.grad of it")
     compare(tf.grad(scaled)(scale, s.sharded, s.own), 3.0 * s.loss(s.plain, s.own), BOUND, "torch.func.grad")
+    whole = ya.unshard(s.sharded)
+    rows = {key: value.unsqueeze(1) for key, value in s.own.items()}
+    each = tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
+    compare(each(whole, rows), each(s.plain, rows), BOUND, "a whole tree: each rank's own examples, nothing else")
 
 
 def adapted(s: Setting, loss: Loss, inner: Any, path: str) -> Callable[[Tensor, Tree], Tensor]:
@@ -230,10 +220,15 @@ def adapted(s: Setting, loss: Loss, inner: Any, path: str) -> Callable[[Tensor, 
     return value
 
 
-def shared_arguments(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [(1, "shard"), (2, "shard"), nightly(2, "copies"), nightly(4, "replicate")],
+)
+def test_arguments_that_ranks_share(mesh: Any, axes: str) -> None:
     """The derivative by a plain argument that all ranks share, on each of them: parts of ya.grad are added up, and what
     torch.func gives on each rank is averaged."""
-    s, rate = Setting(mesh, "base"), torch.tensor(0.3).double()
+    s, rate = Setting(axes, "base"), torch.tensor(0.3).double()
     ranks, weighted = mesh.size(), ya.functional_loss(s.mean)
     everything = joined(s.batches)
     losses = {"functional": (weighted, lambda p, _: weighted(p, everything)), "bare": (s.loss, lambda p, _: s.whole(p))}
@@ -254,51 +249,6 @@ def shared_arguments(mesh: Any) -> None:
     assert ya.params.sum_over_ranks(rate, s.plain) is rate
 
 
-@pytest.mark.parametrize(
-    ("world", "axes"),
-    [(1, "shard"), (2, "shard"), nightly(2, "copies"), nightly(4, "replicate")],
-)
-def test_arguments_that_ranks_share(pools: dict[int, Pool], world: int, axes: str) -> None:
-    pools[world].run(on, axes, shared_arguments)
-
-
-def examples(mesh: Any) -> None:
-    """Of whole trees: each rank's own examples, nothing else."""
-    s = Setting(mesh, "base")
-    whole = ya.unshard(s.sharded)
-    rows = {key: value.unsqueeze(1) for key, value in s.own.items()}
-    each = tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
-    compare(each(whole, rows), each(s.plain, rows), BOUND, "per example")
-
-
-@PLACES
-def test_plain_arguments_and_examples(pools: dict[int, Pool], world: int, axes: str) -> None:
-    pools[world].run(on, axes, plain_arguments)
-    pools[world].run(on, axes, examples)
-
-
-@on_ranks(1, 2)
-def test_jacobians(mesh: Any) -> None:
-    """By rows, exact; by columns there is no basis on several ranks, of shards."""
-    s = Setting(mesh, "base")
-    both = lambda loss: lambda p: torch.stack([loss(p), loss(p).square()])  # noqa: E731
-    ours, theirs = both(lambda p: s.loss(p, s.own)), [both(lambda p, b=b: s.loss(p, b)) for b in s.batches]
-    rows = [tf.jacrev(f)(s.plain) for f in theirs]
-    for k in range(2):
-        expected = optree.tree_map(lambda *x, k=k: torch.stack([y[k] for y in x]).mean(0), *rows)
-        got = optree.tree_map(lambda x, k=k: x[k], tf.jacrev(ours)(s.sharded))
-        s.check(got, expected, f"jacrev, row {k}")
-    x = torch.rand(3, generator=torch.Generator().manual_seed(1)).double()
-    of_input = lambda x: s.loss(s.sharded, s.own) * x.square()  # noqa: E731
-    compare(tf.jacfwd(of_input)(x), tf.jacfwd(lambda x: s.loss(s.plain, s.own) * x.square())(x), BOUND, "of inputs")
-    for columns in (tf.jacfwd(ours), tf.hessian(lambda p: ya.vdot(p, p))):
-        if mesh.size() == 1:
-            columns(s.sharded)
-        else:
-            with pytest.raises(RuntimeError, match="jacfwd or hessian with respect to sharded parameters"):
-                columns(s.sharded)
-
-
 PLAIN_ARGUMENTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
     "jacfwd": lambda f: tf.jacfwd(f),
     "hessian": lambda f: tf.hessian(f),
@@ -307,9 +257,19 @@ PLAIN_ARGUMENTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tens
 }
 
 
-def by_plain_arguments(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "axes"),
+    [
+        (1, "shard"),
+        nightly(2, "shard"),
+        (3, "shard"),
+        nightly(4, "replicate"),
+    ],
+)
+def test_by_plain_arguments(mesh: Any, axes: str) -> None:
     """Derivatives by what no shard is: in blocks and in code beside them."""
-    s = Setting(mesh, "base")
+    s = Setting(axes, "base")
     (u, plain_u), _ = s.directions
     x = torch.rand(3, generator=torch.Generator().manual_seed(1)).double()
 
@@ -343,29 +303,12 @@ def by_plain_arguments(mesh: Any) -> None:
                 columns(onward(s.sharded, u))(rate)
 
 
-@pytest.mark.parametrize(
-    ("world", "axes"),
-    [
-        (1, "shard"),
-        nightly(2, "shard"),
-        (3, "shard"),
-        nightly(4, "replicate"),
-    ],
-)
-def test_by_plain_arguments(pools: dict[int, Pool], world: int, axes: str) -> None:
-    pools[world].run(on, axes, by_plain_arguments)
-
-
-def refused(mesh: Any) -> list[str]:
-    s = Setting(mesh, "base")
+@on_ranks(2)
+def test_what_would_not_be_differentiated_is_refused(mesh: Any) -> None:
+    s = Setting("shard", "base")
     found = []
     for options in ({"has_aux": True}, {"microbatches": 3}):
         with pytest.raises(RuntimeError) as error:
             tf.grad(lambda p, o=options: ya.vdot(ya.grad(s.mean, **o)(p, s.own), s.directions[0][0]))(s.sharded)
         found.append(str(error.value))
-    return found
-
-
-def test_what_would_not_be_differentiated_is_refused(pools: dict[int, Pool]) -> None:
-    for found in pools[2].run(refused):
-        assert all("inside another derivative takes no has_aux and no microbatches" in text for text in found)
+    assert all("inside another derivative takes no has_aux and no microbatches" in text for text in found)

@@ -24,9 +24,9 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
+from tests.harness.pages import ROOT
 from tests.program.test_hazards import EVERY_OP
 
-ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "docs" / "playground"
 MODELS: list[dict[str, Any]] = json.loads((HERE / "traces" / "index.json").read_text())
 SMALL, SEVEN = MODELS[0], MODELS[2]

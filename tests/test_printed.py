@@ -15,7 +15,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness import failing
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.program.test_program import measured
 from tests.program.traces import cut, model
 
@@ -90,24 +90,21 @@ def test_a_proof_is_said_of_the_program_that_was_proved_and_of_no_other() -> Non
     assert "proved" not in repr(ya.Program.from_json(program.to_json()))
 
 
-def printed(mesh: Any) -> tuple[str, str, str]:
+@on_ranks(2)
+def test_a_state_says_names_shapes_dtypes_and_bytes(mesh: Any) -> None:
     params = {"layers": ya.Stacked({"w": ya.Param((3, 4, 6)), "b": ya.Param((3, 4))}), "head": ya.Param((5, 4))}
     state = ya.init(params, ya.optim.adamw(1e-3), mesh=mesh)
     with pytest.raises(TypeError, match=r"ya\.unshard makes whole tensors of it"):
         _ = state.params["layers"]["w"].shape
-    return repr(state), repr(state.params["layers"]), repr(state.params["head"])
-
-
-def test_a_state_says_names_shapes_dtypes_and_bytes(pools: dict[int, Pool]) -> None:
-    for state, layers, head in pools[2].run(printed):
-        assert state.splitlines() == [
-            "ShardedState(step=0, seed=0) on the mesh (shard=2)",
-            "  head: head (5, 4); local shards torch.float32 (16,)",
-            "  layers: b (3, 4), w (3, 4, 6); local shards torch.float32 (3, 16)",
-            "  parameters: 256 bytes here, 416 in all; optimizer: 516 here",
-        ]
-        assert layers == "Sharded('layers', b (3, 4), w (3, 4, 6); local shards torch.float32 (3, 16))"
-        assert head == "Sharded('head', head (5, 4); local shards torch.float32 (16,))"
+    assert repr(state).splitlines() == [
+        "ShardedState(step=0, seed=0) on the mesh (shard=2)",
+        "  head: head (5, 4); local shards torch.float32 (16,)",
+        "  layers: b (3, 4), w (3, 4, 6); local shards torch.float32 (3, 16)",
+        "  parameters: 256 bytes here, 416 in all; optimizer: 516 here",
+    ]
+    layers, head = (repr(state.params[name]) for name in ("layers", "head"))
+    assert layers == "Sharded('layers', b (3, 4), w (3, 4, 6); local shards torch.float32 (3, 16))"
+    assert head == "Sharded('head', head (5, 4); local shards torch.float32 (16,))"
 
 
 @pytest.mark.parametrize("name", ["planner", "schedules", "optim", "timeline", "params", "checkpoint"])

@@ -7,19 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.pages import ROOT
 from tests.harness.small import one_rank
 from yafsdp_fn.optim import adamw
 from yafsdp_fn.util.foreign_names import MEANT
 
 WIDE = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_dir_shows_public_names_alone_and_each_is_there() -> None:

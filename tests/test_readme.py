@@ -14,10 +14,9 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness import forked, readme
 from tests.harness.marks import nightly
+from tests.harness.pages import ROOT
 from tests.harness.readme import README
 from train.__main__ import main
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_the_code_runs_and_the_program_is_as_shown() -> None:

@@ -14,7 +14,7 @@ from torch.nn.functional import linear, logsigmoid, scaled_dot_product_attention
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.recipes import FOLDER, recipe
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "tiny")
@@ -220,7 +220,7 @@ def grpo(mesh: Any) -> None:
 @pytest.mark.parametrize(
     "check", [gan, *(pytest.param(each, marks=nightly) for each in (distillation, dpo, diloco, grpo))]
 )
-def test_both_are_exact(pools: dict[int, Pool], check: Any) -> None:
+def test_both_are_exact(pools: Pools, check: Any) -> None:
     pools[2].run(check)
 
 
@@ -231,7 +231,7 @@ def handed_out(mesh: Any, path: str) -> None:
 
 
 @nightly
-def test_the_generator_reads_the_weights_of_the_trainer(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_the_generator_reads_the_weights_of_the_trainer(pools: Pools, tmp_path: Path) -> None:
     pools[2].run(handed_out, str(tmp_path / "weights"))
     of, engine = recipe("generator"), recipe("grpo").made()
     expected = {name: weight.bfloat16() for name, weight in engine.named_parameters()}
@@ -264,7 +264,7 @@ def run(_: Any, name: str) -> Any:
 
 @nightly
 @pytest.mark.parametrize("name", NAMES)
-def test_it_runs_as_it_stands_and_learns(pools: dict[int, Pool], name: str) -> None:
+def test_it_runs_as_it_stands_and_learns(pools: Pools, name: str) -> None:
     found = pools[2].run(run, name)
     if name in BETTER:
         above, below = BETTER[name]

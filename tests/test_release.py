@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 import yafsdp_fn as ya
+from tests.harness.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 PERMISSIVE = re.compile(r"Apache|BSD|\bMIT\b|\bISC\b|PSF|Python Software Foundation")

@@ -11,7 +11,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.harness import failing
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.program.test_program import measured
 from tests.program.traces import cut, model
 from yafsdp_fn.schedules import Program, one_f_one_b, verify, zero3
@@ -66,7 +66,7 @@ def recorded(mesh: object) -> tuple[str, str, str]:
     return step.program(state)._repr_html_(), str(step.program(state)), timeline.to_json()
 
 
-def test_on_two_ranks_each_shows_the_same_program_and_its_own_times(pools: dict[int, Pool]) -> None:
+def test_on_two_ranks_each_shows_the_same_program_and_its_own_times(pools: Pools) -> None:
     (html, text, timeline), other = pools[2].run(recorded)
     assert text_of(html) == text and (html, text) == other[:2]
     assert "measured" in (ya.timeline.Timeline.from_json(timeline)._repr_svg_() or "")

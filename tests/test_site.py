@@ -20,9 +20,9 @@ from mkdocs.config import load_config
 
 from docs.gallery import make
 from tests.harness.browser import CHROMIUM, Browser, served
+from tests.harness.pages import ROOT
 from train.subcommands import SUBCOMMANDS
 
-ROOT = Path(__file__).resolve().parents[1]
 pytestmark = pytest.mark.nightly
 
 

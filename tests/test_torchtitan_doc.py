@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 
 from tests.harness.calibration import brief
-from tests.harness.pool import Pool
+from tests.harness.pages import blocks, doc
+from tests.harness.pool import Pools
 from train.command_line import cli
 from train.plan.step import Options
 
-PAGE = (Path(__file__).parents[1] / "docs" / "torchtitan.md").read_text()
+PAGE = doc("torchtitan")
 COMMANDS = re.findall(r"^    python -m train plan (.*)$", PAGE, re.M)
-PIPELINE, *BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PIPELINE, *BLOCKS = blocks(PAGE)
 SMALLER = {"range(6)": "range(2)", "8 * 128": "4 * 8", "(8, 128)": "(4, 8)", "microbatches=8": "microbatches=4"}
 
 
@@ -53,7 +54,7 @@ def run_blocks(_: Any, folder: str) -> str:
     return str(names["with_copies"])
 
 
-def test_its_code_runs_on_two_ranks(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_its_code_runs_on_two_ranks(pools: Pools, tmp_path: Path) -> None:
     """It writes both, and FSDP2's ranges are those that the page's table names, as many as ops."""
     program, _ = pools[2].run(run_blocks, str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {"rank0.json", "rank1.json", "predicted.json"}

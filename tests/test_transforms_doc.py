@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import optree
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model
 
 TX = ya.optim.sgd(0.1)
-PAGE = (Path(__file__).parent.parent / "docs" / "transforms.md").read_text()
-(CODE,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+PAGE = doc("transforms")
+(CODE,) = blocks(PAGE)
 
 
 @on_ranks(1, 2)

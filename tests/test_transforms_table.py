@@ -25,7 +25,7 @@ from torch.autograd import forward_ad
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined, noting, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import (
     PROBLEMS,
     TX,
@@ -307,7 +307,7 @@ CASES = {
         for case in CASES
     ],
 )
-def test_of_a_loss(pools: dict[int, Pool], world: int, name: str, kind: str) -> None:
+def test_of_a_loss(pools: Pools, world: int, name: str, kind: str) -> None:
     one = Plain(name, world, kind)
     plain_of = TRANSFORMS if kind == "dropout" else PLAIN  # what linearize records draws new numbers when it is run
     expected = {transform: lambda of=of: of(one.loss, *one.given) for transform, of in plain_of.items()}
@@ -340,7 +340,7 @@ def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
 @pytest.mark.parametrize("name", ["stacks", nightly("tied")], ids=["two stacks", "one stack and a tied embedding"])
-def test_in_a_step(pools: dict[int, Pool], world: int, name: str) -> None:
+def test_in_a_step(pools: Pools, world: int, name: str) -> None:
     one = Plain(name, world)
     p, u, v = one.given
     refused = (ON_RANKS if world > 1 else {}) | IN_A_STEP
@@ -356,7 +356,7 @@ def dropout_in_a_step(mesh: Any) -> dict[str, Tree]:
 
 
 @pytest.mark.parametrize("world", [nightly(1), 2])
-def test_dropout_in_a_step(pools: dict[int, Pool], world: int) -> None:
+def test_dropout_in_a_step(pools: Pools, world: int) -> None:
     """Recorded and by the program."""
 
     def of_plain(transform: str) -> Tree:
@@ -407,7 +407,7 @@ def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
     return found
 
 
-def test_costs(pools: dict[int, Pool]) -> None:
+def test_costs(pools: Pools) -> None:
     """Of each layer beyond the first what a further layer adds; of the first, the embedding and the head the rest."""
     (two, _), (four, _) = (pools[2].run(costs, layers) for layers in (2, 4))
     for name in COSTS:

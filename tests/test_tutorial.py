@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import forked
+from tests.harness.pages import doc
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "tutorial.md").read_text()
+PAGE = doc("tutorial")
 MARK = "-- the end of a block --"
 NUMBER = re.compile(r"\d+\.\d+")
 BLOCK_AND_OUTPUT = re.compile(r"^```python\n(.*?)^```\n\n((?: {4}[^\n]*\n)*)", re.S | re.M)

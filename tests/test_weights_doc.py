@@ -15,17 +15,15 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pages import blocks, doc
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import assert_equal, batch, block, embed, loss, model, one_rank
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import named_leaves
 
-PAGE = (Path(__file__).parent.parent / "docs" / "weights.md").read_text()
-SETUP, *_ = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-SECTIONS = {
-    part.split("\n", 1)[0]: re.findall(r"```python\n(.*?)```", part, re.S)
-    for part in re.split(r"^## ", PAGE, flags=re.M)[1:]
-}
+PAGE = doc("weights")
+SETUP, *_ = blocks(PAGE)
+SECTIONS = {part.split("\n", 1)[0]: blocks(part) for part in re.split(r"^## ", PAGE, flags=re.M)[1:]}
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(0.01, weight_decay=0.1))
 CLOSE = 1e-5
 """float32, after some steps; relative to each leaf."""
@@ -223,7 +221,7 @@ def runs(mesh: Any, heading: str, folder: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("heading", SECTIONS)
-def test_the_code_runs(pools: dict[int, Pool], world: int, heading: str, tmp_path: Path) -> None:
+def test_the_code_runs(pools: Pools, world: int, heading: str, tmp_path: Path) -> None:
     pools[world].run(runs, heading, str(tmp_path))
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.harness.pages import ROOT
 from tests.harness.readme import FIRST
 from tests.test_command import MODEL
 
-ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -13,6 +13,7 @@ from benchmarks import harness
 from benchmarks.command import main
 from benchmarks.options import Bench
 from benchmarks.steps import planned
+from tests.harness.gpu import on_gpu
 
 TINY = ["--config", "tiny", "--steps", "2", "--warmup", "2"]
 
@@ -140,8 +141,7 @@ def test_a_missing_device_is_said(capfd: pytest.CaptureFixture[str]) -> None:
     assert "bench: --device cuda needs a CUDA device and a CUDA build of torch" in captured.err and captured.out == ""
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 def test_json_on_a_gpu(capfd: pytest.CaptureFixture[str]) -> None:
     found = run_json(capfd, "--device", "cuda", "--ranks", "1", "--peers", "fsdp2", "plain")
     assert found["contenders"]["zero3"]["peak_memory_of"].startswith("torch.cuda.max_memory_allocated")

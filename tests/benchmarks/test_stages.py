@@ -15,7 +15,7 @@ from benchmarks.contenders import make_batches
 from benchmarks.shapes import SHAPES
 from benchmarks.stages import Stages
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 
 
 def losses(mesh: Any, steps: int) -> dict[str, list[float]]:
@@ -31,7 +31,7 @@ def losses(mesh: Any, steps: int) -> dict[str, list[float]]:
 
 
 @pytest.mark.parametrize("world", [2, nightly(4)])
-def test_contenders_train_alike(pools: dict[int, Pool], world: int) -> None:
+def test_contenders_train_alike(pools: Pools, world: int) -> None:
     every = pools[world].run(losses, 2)
     means = {name: [sum(step) / world for step in zip(*(of[name] for of in every), strict=True)] for name in every[0]}
     first = means["1f1b"]

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.harness.forked import Forked
+from tests.harness.pages import ROOT
 from yafsdp_fn import checkpoint
 
-ROOT = Path(__file__).resolve().parents[2]
 RANK = Path(__file__).with_name("rank.py")
 LONG = 300.0
 """Seconds that nothing here takes, on a machine however busy."""

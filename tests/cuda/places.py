@@ -21,13 +21,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.harness.pages import ROOT
+
 TABLE = ROOT / "docs" / "benchmarks" / "cuda.json"
 TESTS = ("tests/cuda", "tests/kernels", "tests/axes/test_cuda.py")
 CHOOSERS = {"kernels_run_on", "vector_kernels", "is_cuda"}
 REACHED = """
 import os, sys
 import torch
+
+
 FOLDER, KERNELS, SEEN = {folder!r}, {kernels!r}, set()
 
 def at(number):

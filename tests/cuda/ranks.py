@@ -30,10 +30,10 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.forked import Forked
 from tests.harness.groups import BEAT, SOON, giving_up
+from tests.harness.pages import ROOT
 from yafsdp_fn.communication import watchdog
 from yafsdp_fn.schedules import Schedule
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=4)
 ROWS, LENGTH, STEPS = 8, 32, 3
 s = ya.schedules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ from benchmarks.emulated.cuda import CudaLane, CudaWire
 from benchmarks.emulated.lanes import Collective
 from tests.cuda.days import MESHES
 from tests.cuda.test_traces import PARAMS, PRECISION, TX, batch, loss
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import Stream, fake_cuda, stream
 from tests.harness.fake_cuda.log import findings
 from tests.harness.fake_cuda.ranks import Ranks, rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from yafsdp_fn.planner.cluster import Phase
 from yafsdp_fn.util import on_gpu
-
-InChild = Callable[..., Any]
 
 
 def lanes(self: Any, kind: str) -> CudaLane:
@@ -62,33 +60,28 @@ def asynchronous(before: bool, after: bool) -> list[str]:
         return [found.kind for found in findings(device.log)]
 
 
-def test_emulated_collectives_are_ordered(in_child: InChild) -> None:
-    assert in_child(emulated, True) == in_child(emulated, False) == in_child(asynchronous, True, True) == []
-    assert "race" in in_child(asynchronous, False, True) and "race" in in_child(asynchronous, True, False)
+@in_child_process
+def test_emulated_collectives_are_ordered() -> None:
+    assert emulated(True) == emulated(False) == asynchronous(True, True) == []
+    assert "race" in asynchronous(False, True) and "race" in asynchronous(True, False)
 
 
-def recorded() -> list[tuple[bool, int]]:
+@in_child_process
+def test_steps_are_recorded_by_marks_on_the_device() -> None:
     with fake_cuda(), rank_of(MESHES["shard"]) as mesh:
         with ya.timeline.record() as recording:
             steps(mesh, 2)
-        return [(timeline.measured, len(timeline.spans)) for timeline in recording.timelines]
+        first, second = recording.timelines
+        assert second.measured and first.spans and second.spans
 
 
-def test_steps_are_recorded_by_marks_on_the_device(in_child: InChild) -> None:
-    (_, first), (measured, second) = in_child(recorded)
-    assert measured and first > 0 and second > 0
-
-
-def elsewhere() -> None:
+@in_child_process
+def test_visits_stay_on_the_stream_of_the_step() -> None:
     def wanders(params: Any, batch: Any) -> Any:
         with stream(Stream()):
             return loss(params, batch)
 
     with fake_cuda(), rank_of(MESHES["shard"]) as mesh:
         state, _ = steps(mesh, 1)
-        ya.train_step(wanders, TX)(state, batch())
-
-
-def test_visits_stay_on_the_stream_of_the_step(in_child: InChild) -> None:
-    with pytest.raises(RuntimeError, match="runs on another CUDA stream than the step began on"):
-        in_child(elsewhere)
+        with pytest.raises(RuntimeError, match="runs on another CUDA stream than the step began on"):
+            ya.train_step(wanders, TX)(state, batch())

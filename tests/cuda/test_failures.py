@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.cuda.days import MESHES
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import Event, fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
@@ -25,7 +25,6 @@ from yafsdp_fn.communication import groups
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
-InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)
 PROBLEM = PROBLEMS["base"]
 
@@ -34,7 +33,8 @@ def batch(seed: int) -> dict[str, Any]:
     return {key: value.to(CUDA) for key, value in batch_of(0, seed=seed).items()}
 
 
-def failing() -> list[str]:
+@in_child_process
+def test_an_error_that_all_ranks_see_still_ends_the_communicators() -> None:
     """Two steps, of which the second one's third gather fails in the same way on all ranks; and a third step."""
     with fake_cuda(), beating(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
         state, step = ya.init(PROBLEM.params(3), TX, mesh=mesh), ya.train_step(PROBLEM.loss, TX)
@@ -49,16 +49,13 @@ def failing() -> list[str]:
 
         patch.setattr(RankGroup, "all_gathers", all_gathers)
         # the emulated ranks agree with whatever this one says: they have seen the same error in the same place
-        return [outcome(lambda: step(state, batch(1))), outcome(lambda: step(state, batch(2)))]
+        first, second = (outcome(lambda seed=seed: step(state, batch(seed))) for seed in (1, 2))
+        assert "CommunicationError: rank 0: gather of layers[1] (step 1) failed (DistBackendError: NCCL comm" in first
+        assert "the communicators are lost since communication failed" in second
 
 
-def test_an_error_that_all_ranks_see_still_ends_the_communicators(in_child: InChild) -> None:
-    first, second = in_child(failing)
-    assert "CommunicationError: rank 0: gather of layers[1] (step 1) failed (DistBackendError: NCCL comm" in first
-    assert "the communicators are lost since communication failed" in second
-
-
-def hanging() -> tuple[str, str, list[str]]:
+@in_child_process
+def test_a_collective_that_does_not_end_is_named() -> None:
     """Peers stop: from some event on no reduction ends. Why communicators are lost, the next step, what is aborted."""
     aborted: list[str] = []
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
@@ -76,18 +73,15 @@ def hanging() -> tuple[str, str, list[str]]:
             patch.setattr(Event, "query", lambda self: self.stream != reductions or self.number < last.number)
             state, _ = step(state, batch(1))
             until(lambda: len(aborted) == 2)  # the watchdog aborts after it has said why
-            return str(comms.lost), outcome(lambda: step(state, batch(2))), aborted
-
-
-def test_a_collective_that_does_not_end_is_named(in_child: InChild) -> None:
-    lost, step, aborted = in_child(hanging)
+            lost, after = str(comms.lost), outcome(lambda: step(state, batch(2)))
     assert "rank 0: reduce of head (step 1) has not ended after 1 s. Another rank has probably stopped" in lost
-    assert "CommunicationError: rank 0: the communicators are lost since rank 0: reduce of head (step 1)" in step
+    assert "CommunicationError: rank 0: the communicators are lost since rank 0: reduce of head (step 1)" in after
     assert sorted(aborted) == ["yafsdp gather", "yafsdp reduce"]
 
 
-def aborted_together() -> bool:
-    """Aborts communicators whose kernels wait for each other: no abort returns before all have begun."""
+@in_child_process
+def test_communicators_are_aborted_together() -> None:
+    """Their kernels wait for each other: no abort returns before all have begun."""
     with fake_cuda() as device, pytest.MonkeyPatch.context() as patch, rank_of(MESHES["replicate-nodes"]) as mesh:
         comms = communicators(mesh)
         every = {group.process_group for group in (*comms.groups, *comms.message_groups, comms.metrics_group)}
@@ -95,15 +89,12 @@ def aborted_together() -> bool:
         for group in every:
             patch.setattr(group, "abort", lambda: (torch.zeros(1, device=CUDA), all_begun.wait(60)))
         comms.abort_late("it hangs")
-        return len(every) > 4 and not all_begun.broken and not device.strangers
+        assert len(every) > 4 and not all_begun.broken and not device.strangers
 
 
-def test_communicators_are_aborted_together(in_child: InChild) -> None:
-    assert in_child(aborted_together)
-
-
-def settings() -> tuple[str | None, list[timedelta]]:
-    """The launch order that NCCL is told, and the timeouts of its groups."""
+@in_child_process
+def test_what_nccl_is_told() -> None:
+    """The launch order, and the timeouts of its groups."""
     given: list[timedelta] = []
     new_group = dist.new_group
     with fake_cuda(), pytest.MonkeyPatch.context() as patch:
@@ -116,13 +107,7 @@ def settings() -> tuple[str | None, list[timedelta]]:
         )
         with rank_of(MESHES["shard"]) as mesh:
             communicators(mesh)
-            return os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT"), given
-
-
-def test_what_nccl_is_told(in_child: InChild) -> None:
-    order, timeouts = in_child(settings)
-    assert order == "1"
-    gather, reduce, control, abort = (timeout.total_seconds() for timeout in timeouts)
-    assert (
-        gather == reduce == 160 and control == 100 and abort == 30
-    )  # ours comes before NCCL's, which ends the process
+            assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
+    gather, reduce, control, abort = (timeout.total_seconds() for timeout in given)
+    # ours comes before NCCL's, which ends the process
+    assert gather == reduce == 160 and control == 100 and abort == 30

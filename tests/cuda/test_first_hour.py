@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -17,10 +17,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from tests.cuda.days import BUILDERS, MESHES, PRECISIONS, REMATS
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import Event, fake_cuda
 from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
+from tests.harness.gpu import on_gpu
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.readme import on
@@ -30,56 +32,48 @@ from yafsdp_fn.communication import connecting, groups, watchdog
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
-InChild = Callable[..., Any]
 PROBLEM, TX = PROBLEMS["base"], ya.optim.adamw(1e-2)
 
 
-def readme(axes: dict[str, int]) -> tuple[float, str, str]:
-    """Runs the README's first code on the device. Returns the last loss, and where it and the batch are."""
-    with fake_cuda(), rank_of(axes) as mesh:
-        names: dict[str, Any] = {"MESH": mesh}
-        exec(on("MESH"), names)
-        loss, tokens = names["metrics"]["loss"], names["batch"]["tokens"]
-        return loss.item(), str(loss.device), str(tokens.device)
-
-
-def test_the_readme_runs_on_one_gpu_and_on_two(in_child: InChild) -> None:
+@in_child_process
+def test_the_readme_runs_on_one_gpu_and_on_two() -> None:
     for ranks in (1, 2):
-        loss, *devices = in_child(readme, {"shard": ranks})
-        assert 0 < loss < 30 and devices == ["cuda:0", "cuda:0"]
+        with fake_cuda(), rank_of({"shard": ranks}) as mesh:
+            names: dict[str, Any] = {"MESH": mesh}
+            exec(on("MESH"), names)
+            loss, tokens = names["metrics"]["loss"], names["batch"]["tokens"]
+            assert 0 < loss.item() < 30 and str(loss.device) == str(tokens.device) == "cuda:0"
 
 
-def drawn(device: Any, mesh: DeviceMesh) -> list[list[Any]]:
-    """Values of one seed: of `init`, of a plain tree on the device and on the CPU, and of the latter as a state."""
+def expect_other_values_of_a_seed(device: Any, mesh: DeviceMesh) -> None:
+    """Of `init` and of a plain tree on the device, than of one on the CPU, which is a state too."""
     params = PROBLEM.params(3)
     given = ya.shard(ya.materialize(params, seed=1), TX, like=params, mesh=mesh)
     states = [ya.unshard(state.params) for state in (ya.init(params, TX, mesh=mesh, seed=1), given)]
     plain = [ya.materialize(params, seed=1, device=of) for of in (device, "cpu")]
-    return [[leaf.tolist() for leaf in optree.tree_leaves(tree)] for tree in (states[0], *plain, states[1])]
+    init, there, here, sharded = (
+        [leaf.tolist() for leaf in optree.tree_leaves(tree)] for tree in (states[0], *plain, states[1])
+    )
+    assert init == there != here == sharded
 
 
-def drawn_there() -> list[list[Any]]:
+@in_child_process
+def test_a_seed_means_other_values_on_a_gpu_unless_they_are_drawn_here() -> None:
     with fake_cuda(), rank_of({"shard": 1}) as mesh, pytest.MonkeyPatch.context() as patch:
         seed = torch._C.Generator.manual_seed
         # as on a GPU, whose generator makes other numbers of a seed
         patch.setattr(torch.Generator, "manual_seed", lambda self, n: seed(self, n + (self.device.type == "cuda")))
-        return drawn(CUDA, mesh)
+        expect_other_values_of_a_seed(CUDA, mesh)
 
 
-def test_a_seed_means_other_values_on_a_gpu_unless_they_are_drawn_here(in_child: InChild) -> None:
-    init, there, here, given = in_child(drawn_there)
-    assert init == there != here == given
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_a_seed_means_other_values_on_a_real_gpu() -> None:
-    init, there, here, given = drawn("cuda", ya.mesh(device="cuda"))
-    assert init == there != here == given
+    expect_other_values_of_a_seed("cuda", ya.mesh(device="cuda"))
 
 
-def moved() -> list[list[str]]:
-    """What the host waits for when `shard_batch` gets memory of the host, pinned, and of the device."""
+@in_child_process
+def test_a_batch_goes_to_the_device_and_the_host_waits_for_no_pinned_memory() -> None:
+    """What it waits for when `shard_batch` gets memory of the host, pinned, and of the device."""
     found = []
     with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh:
         for x in (torch.ones(8, 2), torch.empty(8, 2, pin_memory=True), torch.ones(8, 2, device=CUDA)):
@@ -88,11 +82,7 @@ def moved() -> list[list[str]]:
             assert mine["x"].device == CUDA and mine["x"].shape == (2, 2) and mine["n"] == 5
             found.append(list(device.syncs))
         assert ya.shard_batch({"scale": torch.tensor(3.0)}, mesh)["scale"].device == CUDA
-    return found
-
-
-def test_a_batch_goes_to_the_device_and_the_host_waits_for_no_pinned_memory(in_child: InChild) -> None:
-    assert in_child(moved) == [["a copy from the host"], [], []]
+    assert found == [["a copy from the host"], [], []]
 
 
 @contextmanager
@@ -115,56 +105,48 @@ def asking(device: Device, patch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def threads(folder: str) -> tuple[set[str], list[str]]:
-    """Which threads ask how far the device is, and those that had not said which device is theirs."""
+@in_child_process
+def test_threads_say_which_device_is_theirs(tmp_path: Path) -> None:
+    """Those that ask how far the device is."""
     with pytest.MonkeyPatch.context() as patch:
         with watched() as (device, mesh):
             names = asking(device, patch)
             communicators(mesh)
             until(lambda: "yafsdp-watchdog" in names)
             strangers = device.strangers
-        with fake_cuda() as device, rank_of({"shard": 1}) as mesh, checkpoint.Saver(folder) as saver:
+        with fake_cuda() as device, rank_of({"shard": 1}) as mesh, checkpoint.Saver(tmp_path) as saver:
             more = asking(device, patch)
             saver.save(ya.init(PROBLEM.params(3), TX, mesh=mesh))
             saver.wait()
-            return names | more, strangers + device.strangers
+            assert strangers + device.strangers == [] and {"yafsdp-watchdog", "yafsdp-save"} <= names | more
 
 
-def test_threads_say_which_device_is_theirs(in_child: InChild, tmp_path: Path) -> None:
-    names, strangers = in_child(threads, str(tmp_path))
-    assert strangers == [] and {"yafsdp-watchdog", "yafsdp-save"} <= names
-
-
-def captures() -> int:
-    """Captures a graph while the watchdog looks at what is under way. Returns how much that is."""
+@in_child_process
+def test_the_watchdog_spoils_no_capture_of_a_user() -> None:
     with watched() as (_, mesh):
         comms = communicators(mesh)
         with graph(CUDAGraph()):
             time.sleep(0.3)
-        return len(comms.under_way())
+        assert len(comms.under_way()) > 0
 
 
-def test_the_watchdog_spoils_no_capture_of_a_user(in_child: InChild) -> None:
-    assert in_child(captures) > 0
-
-
-def captured_collective() -> int:
-    """Returns how much the watchdog looks at, after a collective inside a capture."""
+@in_child_process
+def test_the_watchdog_does_not_look_at_captured_work() -> None:
     with watched() as (_, mesh):
         comms = communicators(mesh)
         pending = comms.streams["reduce"]._pending
         pending.clear()
         with graph(CUDAGraph()):
             comms.all_reduce_sum(torch.zeros(1, device=CUDA))
-        return len(pending)
+        assert len(pending) == 0
 
 
-def test_the_watchdog_does_not_look_at_captured_work(in_child: InChild) -> None:
-    assert in_child(captured_collective) == 0
-
-
-def used(builder: str, precision: ya.Precision) -> tuple[set[str], set[str]]:
-    """The process groups whose communicators are there when ranks have met, and those that two steps use after that."""
+@pytest.mark.sampled
+@pytest.mark.parametrize("builder", ["zero3", "hpz", "hsdp", "ddp"])
+@pytest.mark.parametrize("precision", [PRECISIONS[0], PRECISIONS[3]], ids=["fp32", "bf16"])
+@in_child_process
+def test_every_communicator_is_there_when_ranks_have_met(builder: str, precision: ya.Precision) -> None:
+    """The process groups that two steps use after that."""
     build, axes = BUILDERS[builder]
     schedule = build(remat=REMATS["all"])
     with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of(MESHES[axes]) as mesh:
@@ -179,19 +161,12 @@ def used(builder: str, precision: ya.Precision) -> tuple[set[str], set[str]]:
         step = ya.train_step(PROBLEM.loss, TX, schedule=schedule)
         for seed in range(2):
             state, _ = step(state, {key: value.to(CUDA) for key, value in batch_of(0, seed=seed).items()})
-        return met, {each.group_desc for each in every if each.issued}
+        later = {each.group_desc for each in every if each.issued}
+        assert later and later <= met
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("builder", ["zero3", "hpz", "hsdp", "ddp"])
-@pytest.mark.parametrize("precision", [PRECISIONS[0], PRECISIONS[3]], ids=["fp32", "bf16"])
-def test_every_communicator_is_there_when_ranks_have_met(in_child: InChild, builder: str, precision: Any) -> None:
-    met, later = in_child(used, builder, precision)
-    assert later and later <= met
-
-
-def met_by_stages() -> tuple[list[str], int]:
-    """The communicators of stages that were not used when ranks met, and how many collectives a shared unit began."""
+@in_child_process
+def test_stages_meet_in_every_communicator_too() -> None:
     with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of({"stage": 2, "shard": 2}) as mesh:
         for name in ("send", "receive"):  # emulated ranks have no messages
             patch.setattr(RankGroup, name, lambda self, tensor, rank: self.process_group.issued.update(["message"]))
@@ -199,10 +174,5 @@ def met_by_stages() -> tuple[list[str], int]:
         every = {each.process_group for each in (*comms.groups, *comms.message_groups, comms.metrics_group)}
         comms.share((0, 1))
         comms.share((0, 1))  # it is there already
-        begun = comms.sharing((0, 1)).process_group.issued.total()
-        return [each.group_desc for each in every if not each.issued], begun
-
-
-def test_stages_meet_in_every_communicator_too(in_child: InChild) -> None:
-    unused, begun = in_child(met_by_stages)
-    assert unused == [] and begun == 1
+        assert comms.sharing((0, 1)).process_group.issued.total() == 1
+        assert [each.group_desc for each in every if not each.issued] == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -13,18 +12,18 @@ import yafsdp_fn as ya
 from models import llama
 from tests.cuda.days import MESHES, PRECISIONS, REMATS
 from tests.extras.test_cuda_graphs import reads, synchronises, told
-from tests.harness.child_process import child
+from tests.harness.child_process import child, in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.graphs import Freed
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
+from tests.harness.gpu import on_gpu
 from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from yafsdp_fn.extras import cuda_graphs
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
 from yafsdp_fn.runtime.memory import StateMemory
 
-InChild = Callable[..., Any]
 TX = ya.optim.adamw(1e-2)
 REMAT = ya.schedules.zero3(remat=REMATS["all"])
 
@@ -54,15 +53,13 @@ def trained(graphs: bool, precision: ya.Precision) -> tuple[list[Any], int]:
         return whole, len(step._function._replays) if graphs else 0
 
 
-def llamas(precision: ya.Precision) -> tuple[bool, int]:
+@pytest.mark.parametrize("precision", by_day([WIDER, NARROWER], WIDER), ids=["wider", "narrower"])
+@in_child_process
+def test_a_llama_is_captured(precision: ya.Precision) -> None:
     with fake_cuda():
         found, graphs = trained(True, precision)
-        return found == trained(False, precision)[0], graphs
-
-
-@pytest.mark.parametrize("precision", by_day([WIDER, NARROWER], WIDER), ids=["wider", "narrower"])
-def test_a_llama_is_captured(in_child: InChild, precision: ya.Precision) -> None:
-    assert in_child(llamas, precision) == (True, 4)  # two slots, forward and backward
+        assert found == trained(False, precision)[0]
+    assert graphs == 4  # two slots, forward and backward
 
 
 def scratch_made_anew(known: bool, reused: bool) -> str:
@@ -92,9 +89,10 @@ def scratch_made_anew(known: bool, reused: bool) -> str:
 
 
 @pytest.mark.nightly
-def test_a_graph_is_of_the_scratch_that_its_backward_writes(in_child: InChild) -> None:
-    assert in_child(scratch_made_anew, True, False) == in_child(scratch_made_anew, True, True) == "fine"
-    assert in_child(scratch_made_anew, False, True) == "somebody else's memory is written"
+@in_child_process
+def test_a_graph_is_of_the_scratch_that_its_backward_writes() -> None:
+    assert scratch_made_anew(True, False) == scratch_made_anew(True, True) == "fine"
+    assert scratch_made_anew(False, True) == "somebody else's memory is written"
 
 
 def warned(f: Any, recovers: bool) -> list[tuple[int, str]]:
@@ -104,24 +102,25 @@ def warned(f: Any, recovers: bool) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("recovers", [True, False])
-def test_a_block_that_reads_is_refused_when_it_is_looked_at(in_child: InChild, recovers: bool) -> None:
-    ((number, text),) = in_child(warned, reads, recovers)
+@in_child_process
+def test_a_block_that_reads_is_refused_when_it_is_looked_at(recovers: bool) -> None:
+    ((number, text),) = warned(reads, recovers)
     assert number == 1 and "reads a value on the host" in text
 
 
-def test_a_block_that_waits_unseen_fails_its_capture(in_child: InChild) -> None:
-    ((number, text),) = in_child(warned, synchronises, True)
+@in_child_process
+def test_a_block_that_waits_unseen_fails_its_capture() -> None:
+    ((number, text),) = warned(synchronises, True)
     assert number == 2 and "cannot be captured (RuntimeError: operation not permitted" in text
     with pytest.raises(RuntimeError, match=r"the capture of a CUDA graph failed, and torch .* restart without"):
-        in_child(warned, synchronises, False)
+        warned(synchronises, False)
 
 
 def warned_there() -> list[tuple[int, str]]:
     return told(synchronises, ya.mesh(device="cuda"), "cuda")
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_a_failed_capture_on_a_gpu() -> None:
     """In a process of its own, which an older torch leaves unusable, and says so."""
     with child() as run:
@@ -133,8 +132,9 @@ def test_a_failed_capture_on_a_gpu() -> None:
                 run(warned_there)
 
 
-def failed_capture() -> list[float]:
-    """A capture that fails leaves the streams as they were, and the next one is good. Nobody waits for the device."""
+@in_child_process
+def test_a_capture_that_fails_leaves_nothing_behind() -> None:
+    """The streams are as they were, and the next capture is good. Nobody waits for the device."""
     with fake_cuda() as device:
         capture, x, stream = CudaCapture(CUDA), torch.zeros(2, device=CUDA), torch.cuda.current_stream()
         with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
@@ -146,8 +146,4 @@ def failed_capture() -> list[float]:
 
         capture.record(add)()
         assert not any("torch.cuda.graph" in entry.text for entry in device.log.entries)
-        return list(x.tolist())
-
-
-def test_a_capture_that_fails_leaves_nothing_behind(in_child: InChild) -> None:
-    assert in_child(failed_capture) == [1.0, 1.0]
+        assert x.tolist() == [1.0, 1.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.cuda.days import BUILDERS, MESHES, PRECISIONS, REMATS
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, HostSync
@@ -18,7 +18,6 @@ from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from yafsdp_fn.communication.micro_shards import mark
 
-InChild = Callable[..., Any]
 OPTIMIZERS: dict[str, Any] = {
     "adamw": ya.optim.adamw(1e-2),
     "clipped": ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2)),
@@ -38,28 +37,6 @@ class Case(NamedTuple):
     deterministic: bool = False
 
 
-def steady(case: Case) -> list[str]:
-    """What made the host wait in steps of a program; metrics are read at the end."""
-    build, axes = BUILDERS[case.builder]
-    problem, tx = PROBLEMS[case.problem], OPTIMIZERS[case.tx]
-    with fake_cuda() as device, rank_of(MESHES[axes]) as mesh:
-        if case.deterministic:
-            mark(mesh, 2 * mesh.size())
-        state = ya.init(problem.params(4), tx, mesh=mesh, precision=PRECISIONS[case.precision])
-        schedule = build(remat=REMATS[case.remat], **dict.fromkeys(case.options, True))
-        step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=2, graphs=case.graphs)
-        batches = [{k: v.to(CUDA) for k, v in batch_of(0, seed=n, rows=4).items()} for n in range(7)]
-        for number, batch in enumerate(batches):
-            if number == 4:  # the first is recorded; in the next ones graphs are captured
-                device.syncs.clear()
-                device.may_sync = False
-            state, metrics = step(state, batch)
-        device.may_sync = True
-        found = list(device.syncs)
-        assert metrics["loss"].isfinite()
-        return found
-
-
 CASES = [
     Case("zero3", "none", "tied", "adamw", 0),
     Case("zero3", "all", "pinned", "clipped", 1),
@@ -76,13 +53,30 @@ CASES = [
 @pytest.mark.parametrize(
     "case", by_day(CASES, *(CASES[at] for at in (1, 7))), ids=lambda case: "-".join(map(str, case[:4]))
 )
-def test_the_host_runs_ahead(in_child: InChild, case: Case) -> None:
-    assert in_child(steady, case) == []
+@in_child_process
+def test_the_host_runs_ahead(case: Case) -> None:
+    """Nothing makes the host wait in steps of a program; metrics are read at the end."""
+    build, axes = BUILDERS[case.builder]
+    problem, tx = PROBLEMS[case.problem], OPTIMIZERS[case.tx]
+    with fake_cuda() as device, rank_of(MESHES[axes]) as mesh:
+        if case.deterministic:
+            mark(mesh, 2 * mesh.size())
+        state = ya.init(problem.params(4), tx, mesh=mesh, precision=PRECISIONS[case.precision])
+        schedule = build(remat=REMATS[case.remat], **dict.fromkeys(case.options, True))
+        step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=2, graphs=case.graphs)
+        batches = [{k: v.to(CUDA) for k, v in batch_of(0, seed=n, rows=4).items()} for n in range(7)]
+        for number, batch in enumerate(batches):
+            if number == 4:  # the first is recorded; in the next ones graphs are captured
+                device.syncs.clear()
+                device.may_sync = False
+            state, metrics = step(state, batch)
+        waited = list(device.syncs)
+        device.may_sync = True
+        assert metrics["loss"].isfinite() and waited == []
 
 
-def looks() -> list[str]:
-    """What a GPU's host would wait for, on the fake one."""
-    found = []
+@in_child_process
+def test_the_fake_device_sees_who_waits() -> None:
     with fake_cuda() as device:
         x = torch.ones(3, device=CUDA)
         host = torch.ones(3)
@@ -103,14 +97,6 @@ def looks() -> list[str]:
             lambda: torch.cuda.synchronize(),
         ):
             device.may_sync = False
-            try:
+            with pytest.raises(HostSync, match=r"^the host waits for the device"):
                 look()
-                found.append("nothing")
-            except HostSync as error:
-                found.append(str(error))
             device.may_sync = True
-    return found
-
-
-def test_the_fake_device_sees_who_waits(in_child: InChild) -> None:
-    assert all(text.startswith("the host waits for the device") for text in in_child(looks))

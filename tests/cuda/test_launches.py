@@ -6,7 +6,7 @@ The fake device counts operations. What a kernel of Triton or of cuBLAS makes of
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
@@ -28,7 +29,6 @@ from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, weight_le
 from yafsdp_fn.planner.footprint import predict_memory
 from yafsdp_fn.util import on_gpu
 
-InChild = Callable[..., Any]
 F32, BF16 = torch.float32, torch.bfloat16
 N = 128
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=3, max_length=32)
@@ -64,6 +64,8 @@ def reduction(axes: dict[str, int], how: str) -> tuple[list[str], Tensor]:
         return list(device.launched), shard.cpu()
 
 
+RANKS = 0
+"""Stands for the number of ranks."""
 ONE = ["collective", "sum_rows"]
 OVER_REPLICAS = ["copy_", "zero_", "collective", "sum_rows", "collective", "copy_"]
 
@@ -71,19 +73,20 @@ OVER_REPLICAS = ["copy_", "zero_", "collective", "sum_rows", "collective", "copy
 @pytest.mark.parametrize(
     ("axes", "how", "launched"),
     [
-        (lambda ranks: {"shard": ranks}, "", ONE),
-        (lambda ranks: {"shard": ranks}, "deterministic", ONE),
-        (lambda ranks: {"replicate": ranks, "shard": 2}, "", ONE + OVER_REPLICAS),
-        (lambda ranks: {"node": 2, "local": ranks}, "", 2 * ONE + ONE),
-        (lambda ranks: {"shard": ranks}, "no triton", ["collective", "sum", "add_"]),
+        ({"shard": RANKS}, "", ONE),
+        ({"shard": RANKS}, "deterministic", ONE),
+        ({"replicate": RANKS, "shard": 2}, "", ONE + OVER_REPLICAS),
+        ({"node": 2, "local": RANKS}, "", 2 * ONE + ONE),
+        ({"shard": RANKS}, "no triton", ["collective", "sum", "add_"]),
     ],
     ids=["shard", "deterministic", "replicas", "nodes", "no triton"],
 )
-def test_a_reduction(in_child: InChild, axes: Any, how: str, launched: list[str]) -> None:
+@in_child_process
+def test_a_reduction(axes: dict[str, int], how: str, launched: list[str]) -> None:
     for ranks in (2, 4, 8):
-        found, shard = in_child(reduction, axes(ranks), how)
+        sizes = {name: size or ranks for name, size in axes.items()}
+        found, shard = reduction(sizes, how)
         assert found == launched
-        sizes = axes(ranks)
         group = sizes["node"] * sizes["local"] if "node" in sizes else sizes["shard"]
         assert torch.equal(shard, torch.full((N,), float(sizes.get("replicate", 1) * (1 + group))))
 
@@ -107,20 +110,22 @@ def step(
 
 
 @pytest.mark.parametrize("microbatches", [nightly(1), 2])
-def test_a_step_with_wide_sums(in_child: InChild, microbatches: int) -> None:
-    few, _ = in_child(step, {"shard": 2}, "wide sums", microbatches)
-    many, _ = in_child(step, {"shard": 8}, "wide sums", microbatches)
+@in_child_process
+def test_a_step_with_wide_sums(microbatches: int) -> None:
+    few, _ = step({"shard": 2}, "wide sums", microbatches)
+    many, _ = step({"shard": 8}, "wide sums", microbatches)
     assert few == many and few.count("sum_rows") == microbatches * (CONFIG.layers + 2)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_buffers_are_as_planned(in_child: InChild, precision: str) -> None:
+@in_child_process
+def test_buffers_are_as_planned(precision: str) -> None:
     """No sum and no product takes scratch on a GPU."""
     tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
     how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": 2, "tx": tx}
     program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), given, **how))
     planned = predict_memory(program, device="cuda").itemised()
-    _, real = in_child(step, {"shard": 2}, precision, 2)
+    _, real = step({"shard": 2}, precision, 2)
     assert {name: planned[name] for name in real} == real and real["scratch"] == 0
     on_cpu = predict_memory(program, device="cpu")
     assert (on_cpu.scratch > 0) == (precision == "wide products")
@@ -128,21 +133,23 @@ def test_buffers_are_as_planned(in_child: InChild, precision: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [nightly("wide sums"), "wide products"])
-def test_buffers_are_as_planned_with_gains_in_float32(in_child: InChild, precision: str) -> None:
+@in_child_process
+def test_buffers_are_as_planned_with_gains_in_float32(precision: str) -> None:
     """And what is launched does not depend on the number of ranks."""
     tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
     how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": 2, "tx": tx}
     program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), own_gains(llama.params(CONFIG)), given, **how))
     planned = predict_memory(program, device="cuda").itemised()
-    few, real = in_child(step, {"shard": 2}, precision, 2, True)
+    few, real = step({"shard": 2}, precision, 2, True)
     assert {name: planned[name] for name in real} == real and real["scratch"] == 0
-    assert few == in_child(step, {"shard": 8}, precision, 2, True)[0]
+    assert few == step({"shard": 8}, precision, 2, True)[0]
 
 
 # ---- products and the early gradient
 
 
-def product() -> tuple[list[str], Tensor, Tensor]:
+@in_child_process
+def test_a_bf16_product_for_an_fp32_slot_is_one_kernel_and_no_cast() -> None:
     def no_scratch(shape: torch.Size, dtype: torch.dtype) -> Tensor:
         raise AssertionError("scratch for a product")
 
@@ -154,16 +161,14 @@ def product() -> tuple[list[str], Tensor, Tensor]:
         device.launched.clear()
         found.write_mm(a, b)
         found.write_mm(a, b)
-        return list(device.launched), found.view.cpu(), 2 * (a.cpu().float() @ b.cpu().float())
+        assert device.launched == ["mm", "addmm"]
+        torch.testing.assert_close(found.view.cpu(), 2 * (a.cpu().float() @ b.cpu().float()))
 
 
-def test_a_bf16_product_for_an_fp32_slot_is_one_kernel_and_no_cast(in_child: InChild) -> None:
-    launched, found, wanted = in_child(product)
-    assert launched == ["mm", "addmm"]
-    torch.testing.assert_close(found, wanted)
-
-
-def confirmed(scale: float) -> tuple[list[str], list[str], Tensor]:
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@in_child_process
+def test_the_scale_of_an_early_gradient_is_looked_at_by_the_device(scale: float) -> None:
+    """One launch; that it reads nothing else where the scale is one: tests/kernels/test_vector.py."""
     with fake_cuda() as device:
         leaf = weight_leaf(torch.zeros(6, 4, device=CUDA), None)
         leaf = weight_leaf(leaf, lambda shape, dtype: torch.empty(shape, dtype=dtype, device=CUDA))
@@ -178,13 +183,5 @@ def confirmed(scale: float) -> tuple[list[str], list[str], Tensor]:
         device.may_sync = False
         assert found.confirm(factor)
         device.may_sync = True
-        assert found.view is not None
-        return list(device.launched), device.syncs, found.view.cpu()
-
-
-@pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_the_scale_of_an_early_gradient_is_looked_at_by_the_device(in_child: InChild, scale: float) -> None:
-    """One launch; that it reads nothing else where the scale is one: tests/kernels/test_vector.py."""
-    launched, syncs, view = in_child(confirmed, scale)
-    assert launched == ["scale_"] and not [each for each in syncs if "host" not in each]
-    assert torch.equal(view, torch.full((6, 4), scale))
+        assert device.launched == ["scale_"] and not [each for each in device.syncs if "host" not in each]
+        assert found.view is not None and torch.equal(found.view.cpu(), torch.full((6, 4), scale))

@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from models import llama
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import Event, fake_cuda
 from tests.harness.fake_cuda.log import HOST, findings
 from tests.harness.fake_cuda.tensors import CUDA
 from train.data.rows import Place
 from train.running.meter import Meter
 from train.running.report import Record
-
-InChild = Callable[..., Any]
 
 
 def meter(sink: Callable[[Record], None]) -> Meter:
@@ -49,17 +48,15 @@ def pushed() -> tuple[list[float], list[str], bool, list[Any]]:
         return [record.loss for record in records], device.syncs, behind, findings(device.log)
 
 
-def test_metrics_are_read_behind_the_step_that_made_them(in_child: InChild) -> None:
-    losses, syncs, behind, wrong = in_child(pushed)
+@in_child_process
+def test_metrics_are_read_behind_the_step_that_made_them() -> None:
+    losses, syncs, behind, wrong = pushed()
     assert losses == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert set(syncs) == {"Event.synchronize"} and behind and not wrong
 
 
-def unwaited() -> list[Any]:
+@in_child_process
+def test_a_meter_that_did_not_wait_would_read_too_soon() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Event, "synchronize", lambda self: None)
-        return pushed()[3]
-
-
-def test_a_meter_that_did_not_wait_would_read_too_soon(in_child: InChild) -> None:
-    assert any("host reads" in found.second for found in in_child(unwaited))
+        assert any("host reads" in found.second for found in pushed()[3])

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 import yafsdp_fn as ya
 from tests.cuda.days import MESHES
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
@@ -18,8 +16,9 @@ from tests.harness.problems import Batch, Params, base_params, dropout_loss
 TX = ya.optim.adamw(1e-2)
 
 
-def seeds_in_two_steps() -> list[tuple[int, int]]:
-    """The seeds of both generators beside the visits of each microbatch."""
+@in_child_process
+def test_both_generators_are_seeded_and_given_back() -> None:
+    """Their seeds beside the visits of each microbatch, in two steps."""
     seeds: list[tuple[int, int]] = []
 
     def loss(params: Params, batch: Batch) -> ya.Mean:
@@ -36,9 +35,4 @@ def seeds_in_two_steps() -> list[tuple[int, int]]:
             state, _ = step(state, batch)
         for generator, state_before in zip(generators, before, strict=True):
             assert torch.equal(generator.get_state(), state_before)
-    return seeds
-
-
-def test_both_generators_are_seeded_and_given_back(in_child: Callable[..., Any]) -> None:
-    seeds = in_child(seeds_in_two_steps)
     assert len(set(seeds)) == 4 and all(host == device for host, device in seeds)

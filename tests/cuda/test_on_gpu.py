@@ -19,7 +19,6 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -33,15 +32,14 @@ import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from models import llama
 from tests.harness import readme
+from tests.harness.child_process import InChild
+from tests.harness.gpu import ON_GPU
+from tests.harness.pages import ROOT
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.schedules import Schedule
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
-]
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = ON_GPU
 RANKS = 8
 STEADY, STEPS = 5, 8
 """The first call is recorded, and slots are made; in the next steps graphs are captured."""
@@ -50,7 +48,6 @@ MOST_CYCLES = 2_000_000
 SMALL = 1 << 20
 """Bytes up to which the allocator serves requests from its pool of small blocks."""
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=4)  # units of 2.2 MB: blocks of both of its pools
-InChild = Callable[..., Any]
 s, remat = ya.schedules, ya.schedules.remat
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from tests.cuda.places import ROOT, TABLE, all_places
+from tests.harness.pages import doc
 
 
 def function_of(name: str) -> str:
@@ -22,6 +23,6 @@ def test_the_table_has_every_function_and_tests_that_exist() -> None:
 
 def test_the_page_names_what_no_test_enters() -> None:
     table = json.loads(TABLE.read_text())
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    page = doc("gpu")
     missing = {function_of(name) for name, test in table.items() if test is None}
     assert [name for name in sorted(missing) if f"`{name.rpartition(' ')[2]}`" not in page] == []

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from tests.cuda.days import BY_HAND, Case, day, every_case, numbers_of
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Finding, Log, findings, without_each_wait
 from tests.harness.fake_cuda.ranks import rank_of, saves_alone
@@ -30,7 +30,6 @@ EVERY = os.environ.get("RACES") == "all"
 CASES = ALL if EVERY else ALL[::11]
 FORMATS = [case._replace(formats=True) for case in ALL[::23]]
 DAILY = CASES if EVERY else [CASES[at] for at in (0, 4, 7, 9)]
-InChild = Callable[..., Any]
 
 
 def seen(case: Case, folder: Path | None = None, **options: Any) -> tuple[list[Any], Log]:
@@ -45,9 +44,8 @@ def wrong(log: Log) -> list[Finding]:
     return [found for found in findings(log) if not (BY_HAND in found.second and "reads" in found.first)]
 
 
-def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
-    """Whether numbers are those of a CPU, whose streams are threads, and which sums up squares and multiplies as a GPU
-    does; what is wrong."""
+def expect_no_races(case: Case, folder: Path) -> None:
+    """Numbers are those of a CPU, whose streams are threads, and which sums up squares and multiplies as a GPU does."""
     wider = linear.multiplies_wider
     with pytest.MonkeyPatch.context() as patch, saves_alone(), rank_of(case.axes, CPU) as mesh:
         patch.setattr(squares, "_on_cpu", squares._on_gpu)
@@ -56,22 +54,21 @@ def searched(case: Case, folder: Path) -> tuple[bool, list[Finding]]:
     graphs = {"graphs": True} if case.remat == "all" else {}
     found, log = seen(case, folder / "cuda", **graphs)
     assert bool(graphs) == any("replayed" in entry.text for entry in log.entries)
-    return found == expected, wrong(log)
+    assert not wrong(log), "\n".join(map(str, wrong(log)))
+    assert found == expected
 
 
 @pytest.mark.parametrize("case", by_day(CASES, *DAILY), ids=lambda case: "-".join(map(str, case)))
-def test_a_day_without_races(in_child: InChild, case: Case, tmp_path: Path) -> None:
-    equal, found = in_child(searched, case, tmp_path)
-    assert not found, "\n".join(map(str, found))
-    assert equal
+@in_child_process
+def test_a_day_without_races(case: Case, tmp_path: Path) -> None:
+    expect_no_races(case, tmp_path)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", FORMATS, ids=lambda case: "-".join(map(str, case)))
-def test_a_day_in_formats(in_child: InChild, case: Case, tmp_path: Path) -> None:
-    equal, found = in_child(searched, case, tmp_path)
-    assert not found, "\n".join(map(str, found))
-    assert equal
+@in_child_process
+def test_a_day_in_formats(case: Case, tmp_path: Path) -> None:
+    expect_no_races(case, tmp_path)
 
 
 def test_every_builder_and_every_remat_is_searched() -> None:
@@ -85,14 +82,11 @@ PLANTED = [case for case in ALL if case.problem in ("tied", "units")]
 PLANTED = PLANTED if EVERY else [case for case in PLANTED if (case.builder, case.update) == ("hsdp", True)][:2]
 
 
-def left_out(case: Case) -> dict[str, int]:
-    """What becomes of a day without one of its waits, for each of them."""
-    return dict(Counter(verdict for _, verdict in without_each_wait(seen(case)[1])))
-
-
 @pytest.mark.parametrize("case", [PLANTED[0], *map(nightly, PLANTED[1:])], ids=lambda case: "-".join(map(str, case)))
-def test_every_wait_is_missed_or_implied_by_others(in_child: InChild, case: Case) -> None:
-    """Few are idle: those of gathers that are waited for one by one before any of them is used, as by `ya.unshard`."""
-    verdicts = in_child(left_out, case)
+@in_child_process
+def test_every_wait_is_missed_or_implied_by_others(case: Case) -> None:
+    """What becomes of a day without one of its waits, for each of them. Few are idle: those of gathers that are waited
+    for one by one before any of them is used, as by `ya.unshard`."""
+    verdicts = Counter(verdict for _, verdict in without_each_wait(seen(case)[1]))
     print(case, verdicts)
-    assert verdicts["found"] > 20 and verdicts.get("idle", 0) < verdicts["found"] / 10
+    assert verdicts["found"] > 20 and verdicts["idle"] < verdicts["found"] / 10

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.cuda.ranks import CASES, STEPS, launched, results
+from tests.harness.gpu import ON_GPU
 from tests.harness.marks import nightly
 from tests.harness.oracle import relative
 
@@ -167,7 +168,7 @@ def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return meeting(tmp_path_factory.mktemp("meeting"), "cuda")
 
 
-GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"), pytest.mark.timeout(500)]
+GPU = [*ON_GPU, pytest.mark.timeout(500)]
 
 
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param(*place, marks=GPU) for place in PLACES])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -13,6 +12,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.cuda.days import MESHES
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Log, findings, without_each_wait
 from tests.harness.fake_cuda.ranks import rank_of
@@ -22,8 +22,6 @@ from tests.harness.oracle import batch_of
 from tests.optim.test_on_host import OPTIMIZERS, SCHEDULES, on_host
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.optim.on_host import HostStates
-
-InChild = Callable[..., Any]
 
 
 def day(mesh: Any, tx: Any, schedule: str) -> list[float]:
@@ -43,14 +41,6 @@ def seen(optimizer: str, schedule: str) -> tuple[list[float], Log]:
         return day(mesh, OPTIMIZERS[optimizer][1], schedule), device.log
 
 
-def searched(optimizer: str, schedule: str) -> tuple[bool, list[str]]:
-    """Whether numbers are those of states on the device; what is wrong."""
-    found, log = seen(optimizer, schedule)
-    with fake_cuda(), rank_of(MESHES["shard"]) as mesh:
-        same = found == day(mesh, OPTIMIZERS[optimizer][0], schedule)
-    return same, list(map(str, findings(log)))
-
-
 @pytest.mark.parametrize(
     ("optimizer", "schedule"),
     [
@@ -62,23 +52,24 @@ def searched(optimizer: str, schedule: str) -> tuple[bool, list[str]]:
         nightly("in 8 bits", "zero1"),
     ],
 )
-def test_a_day_without_races(in_child: InChild, optimizer: str, schedule: str) -> None:
-    equal, found = in_child(searched, optimizer, schedule)
-    assert not found, "\n".join(found)
-    assert equal
+@in_child_process
+def test_a_day_without_races(optimizer: str, schedule: str) -> None:
+    """Numbers are those of states on the device."""
+    found, log = seen(optimizer, schedule)
+    assert not findings(log), "\n".join(map(str, findings(log)))
+    with fake_cuda(), rank_of(MESHES["shard"]) as mesh:
+        assert found == day(mesh, OPTIMIZERS[optimizer][0], schedule)
 
 
 # ---- mistakes, made on purpose
 
 
-def left_out(schedule: str) -> dict[str, int]:
+@in_child_process
+def test_waits_are_missed_or_implied_by_others() -> None:
     """What becomes of a day without one of its waits, for each of them."""
-    return dict(Counter(verdict for _, verdict in without_each_wait(seen("adamw", schedule)[1])))
-
-
-def test_waits_are_missed_or_implied_by_others(in_child: InChild) -> None:
-    verdicts = in_child(left_out, "updates inside")
-    assert verdicts["found"] > 20 and verdicts.get("idle", 0) < verdicts["found"] / 10, verdicts
+    log = seen("adamw", "updates inside")[1]
+    verdicts = Counter(verdict for _, verdict in without_each_wait(log))
+    assert verdicts["found"] > 20 and verdicts["idle"] < verdicts["found"] / 10, verdicts
 
 
 def copied_at_once(self: Any, label: str, pairs: Any, reads: Any, writes: Any) -> None:
@@ -87,23 +78,19 @@ def copied_at_once(self: Any, label: str, pairs: Any, reads: Any, writes: Any) -
         self._stream.submit(functools.partial(to.copy_, source), (), self._memory.comms.event(), label)
 
 
-def unordered() -> list[str]:
+@in_child_process
+def test_uses_that_are_not_ordered_are_found() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HostStates, "_copy", copied_at_once)
-        return [each.kind for each in findings(seen("adamw", "updates inside")[1])]
+        log = seen("adamw", "updates inside")[1]
+    assert "race" in [each.kind for each in findings(log)]
 
 
-def test_uses_that_are_not_ordered_are_found(in_child: InChild) -> None:
-    assert "race" in in_child(unordered)
-
-
-def after_copies() -> list[str]:
+@in_child_process
+def test_a_step_ends_when_states_are_back() -> None:
     """What comes after the last copies of each step."""
     _, log = seen("adamw", "updates inside")
     (offload,) = {entry.stream for entry in log.entries if entry.kind == "use" and "return states" in entry.text}
     kinds = [entry.kind for entry in log.entries if entry.stream == offload and entry.kind in ("use", "drain")]
-    return [after for before, after in itertools.pairwise(kinds) if before == "use" and after == "drain"]
-
-
-def test_a_step_ends_when_states_are_back(in_child: InChild) -> None:
-    assert in_child(after_copies) == ["drain"] * 3
+    after_copies = [after for before, after in itertools.pairwise(kinds) if (before, after) == ("use", "drain")]
+    assert len(after_copies) == 3

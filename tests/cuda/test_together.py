@@ -15,6 +15,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.cuda.days import PRECISIONS
+from tests.harness.child_process import in_child_process
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.log import Launch, Log
 from tests.harness.fake_cuda.ranks import rank_of
@@ -32,7 +33,6 @@ from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.schedules import Call, Gather, Receive, Reduce, pipelines
 
 s, remat = ya.schedules, ya.schedules.remat
-InChild = Callable[..., Any]
 Plant = Callable[[pytest.MonkeyPatch, int], object]
 
 
@@ -100,7 +100,12 @@ RUNS: dict[str, Run] = {
 }
 
 
-def judged(name: str) -> list[Trouble]:
+DAILY = ("one microbatch, graphs", "halves, shared unit")
+
+
+@pytest.mark.parametrize("name", by_day(RUNS, *DAILY))
+@in_child_process
+def test_all_ends_whenever_hosts_wait_for_their_devices(name: str) -> None:
     run = RUNS[name]
     logs = days(run)
     graphs = [any("replayed" in entry.text for entry in log.entries) for log in logs.values()]
@@ -108,15 +113,7 @@ def judged(name: str) -> list[Trouble]:
     waits = {entry.text.partition(" of ")[0] for log in logs.values() for entry in log.entries if entry.kind == "sync"}
     assert {"the first use", "the first communicator", "a copy from the host ()"} <= waits
     assert not any("torch.cuda.graph" in text for text in waits)
-    return [*troubles(logs), *troubles(logs, retries=True)]
-
-
-DAILY = ("one microbatch, graphs", "halves, shared unit")
-
-
-@pytest.mark.parametrize("name", by_day(RUNS, *DAILY))
-def test_all_ends_whenever_hosts_wait_for_their_devices(in_child: InChild, name: str) -> None:
-    assert in_child(judged, name) == []
+    assert [*troubles(logs), *troubles(logs, retries=True)] == []
 
 
 # ---- mistakes, made on purpose
@@ -195,30 +192,31 @@ def wrong(name: str, plant: str, causes: str = "") -> list[Trouble]:
         ("synchronising", "torch.cuda.graph", "the host waits for the device: torch.cuda.graph"),
     ],
 )
-def test_a_receive_ahead_of_a_send_that_it_depends_on_hangs(
-    in_child: InChild, plant: str, causes: str, host: str
-) -> None:
+@in_child_process
+def test_a_receive_ahead_of_a_send_that_it_depends_on_hangs(plant: str, causes: str, host: str) -> None:
     """Wherever the host waits for its device; where it does not, all goes well."""
-    first, second = in_child(wrong, "two stages", plant, causes)
+    first, second = wrong("two stages", plant, causes)
     assert first.kind == second.kind == "hang" and first.what.startswith(host)
     assert "receive of gradient 0 <- 1 from stage 1" in first.what and first.what.endswith("waits for rank 1")
     assert "receive of segment 0 -> 1 from stage 0" in second.what and second.what.endswith("waits for rank 0")
-    assert in_child(wrong, "two stages", "ahead", "torch.cuda.graph") == []
+    assert wrong("two stages", "ahead", "torch.cuda.graph") == []
 
 
-def test_a_cold_communicator_is_found_and_hangs_where_messages_cross(in_child: InChild) -> None:
-    cold = in_child(wrong, "nodes", "unmet")
+@in_child_process
+def test_a_cold_communicator_is_found_and_hangs_where_messages_cross() -> None:
+    cold = wrong("nodes", "unmet")
     assert {found.kind for found in cold} == {"cold"}
     # that of gathers was first used while the call was recorded, which is no op of a step
     assert "reduce of head (step 0) is the first communicator of yafsdp reduce" in cold[0].what
-    hung = [found for found in in_child(wrong, "crossing", "unmet") if found.kind == "hang"]
+    hung = [found for found in wrong("crossing", "unmet") if found.kind == "hang"]
     assert [found.rank for found in hung] == [0, 1]
     assert "the first communicator of yafsdp sent by stage 1" in hung[0].what
-    assert in_child(wrong, "crossing", "nothing") == []
+    assert wrong("crossing", "nothing") == []
 
 
-def test_another_order_of_launches_is_found(in_child: InChild) -> None:
-    (found,) = in_child(wrong, "shards", "disordered")
+@in_child_process
+def test_another_order_of_launches_is_found() -> None:
+    (found,) = wrong("shards", "disordered")
     assert found.kind == "order"
     assert "gather of head (step 0) where rank 1 has yafsdp::reduce of head (step 0)" in found.what
 

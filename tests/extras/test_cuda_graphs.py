@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from tests.extras.tape import TapeRecorder
-from tests.harness.pool import Pool
+from tests.harness.gpu import on_gpu
+from tests.harness.pool import on_ranks
 from tests.harness.small import (
     L,
     Model,
@@ -83,23 +84,16 @@ def test_every_layer_is_captured_where_slots_are_shards() -> None:
     assert tapes.replayed == 3 * 2 * L  # the first step looks at blocks, the second warms up
 
 
-def places(mesh: DeviceMesh, count: int) -> tuple[int, int, int]:
-    """How many graphs there are, how often they ran, and how many places layers have in slots."""
+@on_ranks(2)
+@pytest.mark.parametrize("count", [5, 8])
+def test_one_graph_per_slot_stands_for_every_layer(mesh: DeviceMesh, count: int) -> None:
     tapes = check(loss, mesh, count)
     program = ya.train_step(loss, TX, schedule=REMAT).lower(ya.init(model(count), TX, mesh=mesh), batch())
     layers = {visit.id for visit in program.trace.visits[1:-1]}
     ops = [op for op in program.ops if isinstance(op, Forward | Backward) and op.visit in layers]
-    return tapes.recorded, tapes.replayed, len({(op.slots, getattr(op, "grad_slots", None)) for op in ops})
-
-
-def test_one_graph_per_slot_stands_for_every_layer(pools: dict[int, Pool]) -> None:
-    found = []
-    for count in (5, 8):
-        for recorded, replayed, expected in pools[2].run(places, count):
-            assert recorded == expected
-            assert replayed == 4 * 2 * count - recorded  # of four steps with a program, all but the first run of each
-            found.append(recorded)
-    assert set(found) == {4}  # two forwards and two backwards
+    places = {(op.slots, getattr(op, "grad_slots", None)) for op in ops}
+    assert tapes.recorded == len(places) == 4  # two forwards and two backwards
+    assert tapes.replayed == 4 * 2 * count - 4  # of four steps with a program, all but the first run of each
 
 
 CALLS: list[int] = []
@@ -360,8 +354,7 @@ def test_keys_of_functions() -> None:
 # ---- CUDA
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("f", [block, dropout_block])
 def test_cuda_graphs_are_exact(f: Block) -> None:
     """Random numbers, too: a replay takes the seed of its visit."""
@@ -402,8 +395,7 @@ def told(f: Block, mesh: DeviceMesh, device: Any) -> list[tuple[int, str]]:
     return said
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_a_block_that_waits_for_the_device_runs_as_it_is() -> None:
     """It is refused as soon as it is looked at, in the second step, and nothing of it is captured."""
     ((number, text),) = told(reads, ya.mesh(device="cuda"), "cuda")

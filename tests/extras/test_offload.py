@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import yafsdp_fn as ya
+from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     PROBLEMS,
     TX,
@@ -127,13 +128,13 @@ def same_bits(mesh: Any, policy: str, cases: Sequence[tuple[str, int]]) -> None:
         compare(found, expected, 0.0, f"{name}, {policy}, {parts} microbatches")
 
 
-def test_no_bit_changes(pools: dict[int, Pool]) -> None:
+def test_no_bit_changes(pools: Pools) -> None:
     pools[1].run(same_bits, "all", [(name, 1) for name in CASES])
     pools[1].run(same_bits, "one slot", [("base", 3), ("carry several", 3)])
     pools[1].run(same_bits, "some", [("base", 3), ("many", 1)])
 
 
-def test_no_bit_changes_on_two_ranks(pools: dict[int, Pool]) -> None:
+def test_no_bit_changes_on_two_ranks(pools: Pools) -> None:
     pools[2].run(same_bits, "all", [("dropout", 1), ("carry several", 1)])
     pools[2].run(same_bits, "one slot", [("frozen", 3)])
     pools[2].run(same_bits, "some", [("base", 3)])
@@ -195,7 +196,7 @@ def without_waits(mesh: Any) -> bool:
     return all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_late_copies_would_show_a_missing_wait(pools: dict[int, Pool]) -> None:
+def test_late_copies_would_show_a_missing_wait(pools: Pools) -> None:
     assert pools[1].run(without_waits) == [False]
 
 
@@ -293,7 +294,7 @@ def fails(mesh: Any, error: type[BaseException], where: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_one_that_raised(pools: dict[int, Pool], world: int, where: str) -> None:
+def test_a_step_after_one_that_raised(pools: Pools, world: int, where: str) -> None:
     pools[world].run(fails, Broken, where)
     pools[world].run(fails, KeyboardInterrupt, where)
 
@@ -331,7 +332,7 @@ def test_copies_are_recorded_and_programs_saved(mesh: Any) -> None:
 WIDE, TOKENS, DEEP = 1024, 1 << 15, 8
 
 
-def on_gpu(policy: remat.Remat) -> tuple[Any, int]:
+def on_device(policy: remat.Remat) -> tuple[Any, int]:
     """Metrics and parameters of four steps, and the most bytes allocated on the device in the last."""
     abstract = Params(
         ya.frozen(param(V, WIDE)), ya.Stacked(layer(DEEP, f=WIDE, e=WIDE)), Head(param(WIDE), param(V, WIDE))
@@ -348,13 +349,12 @@ def on_gpu(policy: remat.Remat) -> tuple[Any, int]:
     return (out, ya.unshard(state.params)), torch.cuda.max_memory_allocated()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_on_a_gpu() -> None:
     """The same bits, and the device holds two carry slots and the embedding's output in place of a carry per layer."""
-    expected, again = on_gpu(remat.all)
+    expected, again = on_device(remat.all)
     gc.collect()
-    found, away = on_gpu(remat.offload())
+    found, away = on_device(remat.offload())
     compare(found, expected, 0.0, "on a GPU")
     carry = TOKENS * WIDE * 4
     assert again - away == pytest.approx((DEEP - 1 - 2) * carry, rel=0.05)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness.gpu import on_gpu
 from tests.harness.small import batch, loss, model, one_rank
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.cuda_streams import must_differ
@@ -165,8 +166,7 @@ def test_streams_must_differ() -> None:
         must_differ([Stream(1), Stream(2), Stream(1)])
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_cuda_streams_have_priority_and_differ() -> None:
     from yafsdp_fn.communication.cuda_streams import CudaStream
 

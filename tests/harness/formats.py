@@ -23,7 +23,7 @@ import yafsdp_fn as ya
 from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare, joined
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.problems import Batch, E, V, masked_loss
 from yafsdp_fn.communication.formats import Format, Wire, passed
 from yafsdp_fn.communication.gloo import GlooGroup
@@ -235,7 +235,7 @@ def crossing(formats: Iterable[str]) -> Callable[[Any], Any]:
 
 
 def crossed(
-    pools: dict[int, Pool], function: Callable[..., None], where: str, kind: str, formats: str, parts: int, how: str
+    pools: Pools, function: Callable[..., None], where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
     world, mesh = where.split()
     pools[int(world)].run(_on_a_rank, function, mesh, kind, formats, parts, how)
@@ -285,7 +285,7 @@ def two_steps_are_plain(mesh: Any, wire: Wire, tx: Any) -> None:
 # ---- bits, and bytes
 
 
-def alike(pools: dict[int, Pool], worlds: Sequence[int], function: Callable[..., Any], *args: Any) -> None:
+def alike(pools: Pools, worlds: Sequence[int], function: Callable[..., Any], *args: Any) -> None:
     """The same comes out on all ranks of pools of these sizes."""
     assert len({found for world in worlds for found in pools[world].run(function, *args)}) == 1
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.harness.calibration import brief
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.program.traces import on
 from tests.schedules.cases import LARGER
 from yafsdp_fn.lab.calibrate import calibrate
@@ -53,21 +53,21 @@ def on_ranks(mesh: Any, per_node: int | None) -> Cluster:
         return calibrate(device="cpu", per_node=per_node)
 
 
-def test_two_ranks_measure_their_link_and_agree(pools: dict[int, Pool]) -> None:
+def test_two_ranks_measure_their_link_and_agree(pools: Pools) -> None:
     first, second = pools[2].run(on_ranks, 2)
     assert first == second
     check(first, 2)
     assert (first.network_bandwidth, first.network_latency) == (first.node_bandwidth, first.node_latency)
 
 
-def test_two_nodes_of_one_rank(pools: dict[int, Pool]) -> None:
+def test_two_nodes_of_one_rank(pools: Pools) -> None:
     first, second = pools[2].run(on_ranks, 1)
     assert first == second
     check(first.replace(gpus_per_node=2), 2)
     assert first.node_bandwidth == pytest.approx(first.memory_bandwidth / 2, rel=0.01) and first.node_latency == 0
 
 
-def test_ranks_that_do_not_fill_nodes(pools: dict[int, Pool]) -> None:
+def test_ranks_that_do_not_fill_nodes(pools: Pools) -> None:
     for error in pools[3].errors(on_ranks, 2):
         assert "ValueError: calibrate: 3 ranks do not fill nodes of per_node=2; give a divisor of 3" in error
 

@@ -25,7 +25,7 @@ def _pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     model = their_model(name)
     directory = tmp_path_factory.mktemp(name)
-    model.save_pretrained(directory)
+    model.save_pretrained(directory, max_shard_size="60KB")  # in several files, with an index of theirs
     return Pair(name, model, directory)
 
 

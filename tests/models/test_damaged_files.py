@@ -152,18 +152,10 @@ def edit(directory: Path, **changes: Any) -> None:
     ("changes", "text"),
     [
         ({"num_hidden_layers": 1_000_000}, "a model of 1000000 layers, and the safetensors files hold 21 tensors"),
-        ({"num_hidden_layers": 10**30}, "num_hidden_layers: Config.layers: expected a positive integer, got 10000"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers: Config.layers: expected a positive integer, got -1"),
         (
             {"num_attention_heads": 0, "head_dim": None},
             "num_attention_heads: Config.heads: expected a positive integer",
         ),
-        ({"hidden_size": [8], "head_dim": None}, r"hidden_size: Config.embed: expected a positive integer, got \[8\]"),
-        ({"vocab_size": "7"}, "vocab_size: Config.vocab: expected a positive integer, got '7'"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps: Config.norm_eps: expected a positive number, got '1e-5'"),
-        ({"rms_norm_eps": 10**400}, "rms_norm_eps: Config.norm_eps: expected a positive number, got 1000"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: Config.tied: expected True or False, got 'no'"),
-        ({"rope_theta": {}}, r"rope_theta: Config.rope_theta: expected a positive number, got \{\}"),
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear'; expected an object, or null"),
         ({"rope_scaling": {"rope_type": ["llama3"]}}, r"rope_type is \['llama3'\]; models.llama computes 'default'"),
         ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'; expected a token's number, or a list of them"),

@@ -12,9 +12,10 @@ import torch
 import yafsdp_fn as ya
 from models.files import tree
 from tests.harness.oracle import compare
+from tests.harness.pages import doc
 from tests.models.theirs import draw
 
-PAGE = (Path(__file__).parent.parent.parent / "docs" / "models.md").read_text()
+PAGE = doc("models")
 
 
 def test_the_family_of_the_page(tmp_path: Path) -> None:

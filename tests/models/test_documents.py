@@ -14,13 +14,17 @@ import yafsdp_fn as ya
 from models import llama
 from tests.models.theirs import WINDOW, draw
 
+EVERY_FAMILY = pytest.mark.parametrize(
+    "name", ["debug", *(f"debug-{kind}" for kind in ("qwen3", "mistral", "gpt2", "mixtral"))]
+)
+
 
 def packed(lengths: list[int]) -> Tensor:
     """[1, sum] numbers of documents of these lengths."""
     return torch.repeat_interleave(torch.arange(len(lengths)) + 3, torch.tensor(lengths))[None]
 
 
-@pytest.mark.parametrize("name", ["debug", *(f"debug-{kind}" for kind in ("qwen3", "mistral", "gpt2", "mixtral"))])
+@EVERY_FAMILY
 def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
     config = dataclasses.replace(models.CONFIGS[name], layers=2)
     if hasattr(config, "window"):
@@ -53,7 +57,7 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
     assert scores.isfinite().all()
 
 
-@pytest.mark.parametrize("name", [f"debug-{kind}" for kind in ("qwen3", "mistral", "gpt2", "mixtral")])
+@EVERY_FAMILY
 def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(name: str) -> None:
     config = dataclasses.replace(models.CONFIGS[name], layers=2)
     family = models.of(config)

@@ -12,10 +12,11 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
+from tests.harness.abstract import batch_of
 from tests.harness.marks import by_day
 from tests.harness.oracle import by_autograd, looped
 from tests.harness.oracle import compare as near
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.models.theirs import draw
 
 ODD: dict[str, Any] = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
@@ -65,25 +66,18 @@ def test_a_rank_may_have_no_rows(mesh: Any, name: str) -> None:
     compare(mesh, name, (4, 0))
 
 
-def loads(mesh: Any) -> tuple[float, torch.Tensor]:
-    config = SMALL["mixtral"]
-    tokens = draw(4, 24, most=61).chunk(mesh.size())[mesh.get_rank()]
+@on_ranks(2)
+def test_what_the_router_tells_is_of_the_whole_batch(mesh: Any) -> None:
+    """Each layer's loads over an even share: their mean is one; and the router's loss, whose least is `chosen`."""
+    config, tokens = SMALL["mixtral"], draw(4, 24, most=61)
+    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
     state = ya.init(mixtral.params(config), ya.optim.sgd(0.0), mesh=mesh, seed=0)
     step = ya.train_step(mixtral.loss(config, has_aux=True), ya.optim.sgd(0.0), has_aux=True, microbatches=2)
-    _, metrics = step(state, {"tokens": tokens, "targets": tokens.roll(-1, 1)})
-    return metrics["aux"]["router_loss"].item(), metrics["aux"]["expert_load"]
-
-
-def test_what_the_router_tells_is_of_the_whole_batch(pools: Pools) -> None:
-    """Each layer's loads over an even share: their mean is one; and the router's loss, whose least is `chosen`."""
-    config = SMALL["mixtral"]
-    (loss, load), other = pools[2].run(loads)
-    assert loss == other[0] and torch.equal(load, other[1])
+    _, metrics = step(state, ya.shard_batch(batch, mesh))
+    loss, load = metrics["aux"]["router_loss"].item(), metrics["aux"]["expert_load"]
     assert load.shape == (3, 5)
     torch.testing.assert_close(load.mean(1), torch.ones(3))
-    tokens = draw(4, 24, most=61)
     params = ya.materialize(mixtral.params(config), seed=0)
-    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1)}
     _, aux = mixtral.loss(config, has_aux=True)(params, batch)
     torch.testing.assert_close(load, aux["expert_load"].total / aux["expert_load"].weight)
     assert loss == pytest.approx((aux["router_loss"].total / aux["router_loss"].weight).item(), rel=1e-6)
@@ -98,8 +92,8 @@ def test_what_the_router_tells_is_of_the_whole_batch(pools: Pools) -> None:
 def test_a_plan_of_packed_documents(name: str) -> None:
     """Traces on fake tensors see no values, so experts are taken to be alike."""
     config = SMALL[name]
-    family, tokens = models.of(config), torch.empty((2, 24), dtype=torch.int64, device="meta")
-    batch = {"tokens": tokens, "targets": tokens, "documents": tokens}
+    family, batch = models.of(config), batch_of(2, 24)
+    batch["documents"] = batch["tokens"]
     trace = ya.planner.trace(family.loss(config), family.params(config), batch, ranks=2, tx=ya.optim.adamw(1e-3))
     # a multiplication and an addition for each weight that a token meets, but those of norms and biases; a mask saves
     # no pair of a query and a key

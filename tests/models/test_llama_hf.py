@@ -90,17 +90,6 @@ def test_round_trip(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
         assert len(tensors) == 1 or sum(tensor.nbytes for tensor in tensors.values()) <= max_shard_bytes
 
 
-def test_saving_again_leaves_no_file_of_the_earlier_model(tmp_path: Path) -> None:
-    (tmp_path / "tokenizer.json").write_text("{}")
-    saved(tmp_path, max_shard_bytes=20_000)
-    params = saved(tmp_path)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
-    compare(loaded(tmp_path), params, 0.0, "bits")
-    params = saved(tmp_path, max_shard_bytes=20_000)
-    assert not (tmp_path / "model.safetensors").exists()
-    compare(loaded(tmp_path), params, 0.0, "bits")
-
-
 def test_dtype_converts_and_is_recorded(tmp_path: Path) -> None:
     params = saved(tmp_path, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"

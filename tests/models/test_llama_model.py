@@ -6,7 +6,6 @@ import math
 import optree
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
@@ -146,21 +145,6 @@ def test_loss_is_the_sample_of_the_module_docstring() -> None:
     torch.testing.assert_close(by_hand.total, whole.total, atol=0.0, rtol=1e-12)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_chunks_change_neither_loss_nor_gradients(tied: bool) -> None:
-    config = dataclasses.replace(TINY, tied=tied)
-    params = doubled(made(config))
-    params = optree.tree_map(lambda leaf: leaf.requires_grad_(), params)
-    tokens = draw(4, 24, seed=9, most=TINY.vocab)
-    batch = {"tokens": tokens, "targets": next_tokens(tokens)}
-    leaves = optree.tree_leaves(params)
-    whole, chunked = (llama.loss(config, chunks=chunks)(params, batch) for chunks in (1, 2))
-    assert torch.equal(chunked.weight, whole.weight)
-    torch.testing.assert_close(chunked.total, whole.total, atol=0.0, rtol=1e-12)
-    for got, expected in zip(*(torch.autograd.grad(mean.total, leaves) for mean in (chunked, whole)), strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-12 * expected.abs().max().item(), rtol=0.0)
-
-
 def test_chunks_that_do_not_divide_the_batch_are_refused() -> None:
     params = made()
     tokens = torch.zeros(4, 8, dtype=torch.long)
@@ -177,20 +161,6 @@ def test_a_batch_without_targets_has_weight_zero() -> None:
     tokens = torch.zeros(1, 4, dtype=torch.long)
     mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": torch.full_like(tokens, -100)})
     assert mean.total == 0.0 and mean.weight == 0
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(tied: bool) -> None:
-    config = dataclasses.replace(TINY, tied=tied)
-    full = made(config)
-    half = optree.tree_map(lambda leaf: leaf.bfloat16(), full)
-    tokens = draw(2, 40, seed=5, most=TINY.vocab)
-    batch = {"tokens": tokens, "targets": next_tokens(tokens)}
-    exact, rounded = llama.loss(config)(full, batch), llama.loss(config)(half, batch)
-    assert rounded.total.dtype == torch.float32
-    assert llama.logits(config, half, tokens).dtype == torch.bfloat16
-    torch.testing.assert_close(rounded.total, exact.total, atol=0.0, rtol=2e-3)
-    assert llama.rotary(config, torch.arange(4), torch.bfloat16).cos.dtype == torch.bfloat16
 
 
 def test_angles_do_not_collide_in_bf16() -> None:
@@ -214,23 +184,3 @@ def test_initial_values() -> None:
     tokens = draw(4, 32, seed=6, most=config.vocab)
     mean = llama.loss(config)(params, {"tokens": tokens, "targets": tokens})
     assert (mean.total / mean.weight).item() == pytest.approx(math.log(config.vocab), rel=0.05)
-
-
-def test_attention_is_causal() -> None:
-    params = doubled(made())
-    tokens = draw(1, 16, seed=7, most=TINY.vocab)
-    changed = tokens.clone()
-    changed[0, 10] = (changed[0, 10] + 1) % TINY.vocab
-    before, after = llama.logits(TINY, params, tokens), llama.logits(TINY, params, changed)
-    torch.testing.assert_close(before[:, :10], after[:, :10], atol=1e-12, rtol=0.0)
-    assert (before[:, 10:] - after[:, 10:]).abs().amin(-1).max() > 1e-6
-
-
-def test_scores_are_the_gradient_checked_cross_entropy() -> None:
-    params = doubled(made())
-    tokens = draw(1, 16, seed=8, most=TINY.vocab)
-    targets = next_tokens(tokens)
-    mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": targets})
-    scores = llama.logits(TINY, params, tokens)
-    expected = F.cross_entropy(scores[0], targets[0], reduction="sum")
-    torch.testing.assert_close(mean.total, expected, atol=0.0, rtol=1e-12)

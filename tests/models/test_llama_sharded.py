@@ -15,7 +15,6 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
-from tests.models.theirs import their_model
 
 # odd sizes: no leaf is divisible by a number of ranks
 CONFIG = llama.Config(vocab=61, embed=33, ffn=41, layers=3, heads=3, kv_heads=1, head_dim=10, max_length=64)
@@ -99,32 +98,6 @@ def test_files_hold_the_masters_of_a_sharded_state(
 
 
 # ---- theirs, ours, theirs
-
-
-def through(mesh: Any, source: Path, target: Path, max_shard_bytes: int) -> None:
-    """Files to shards to files."""
-    config, lazy = llama.hf.load(source)
-    state = ya.shard(lazy, mesh=mesh, precision=ya.Precision(compute=torch.bfloat16))
-    llama.hf.save(target, config, state.params, dtype=torch.bfloat16, max_shard_bytes=max_shard_bytes)
-
-
-@pytest.mark.parametrize("shape", ["gqa", "tied"])
-def test_bits_of_transformers_through_two_ranks_and_three(pools: Pools, tmp_path: Path, shape: str) -> None:
-    """In bf16, from a directory with an index to others with one."""
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    theirs = their_model(shape).bfloat16()
-    theirs.save_pretrained(tmp_path / "theirs", max_shard_size="60KB")
-    pools[2].run(through, tmp_path / "theirs", tmp_path / "two", 30_000)
-    pools[3].run(through, tmp_path / "two", tmp_path / "three", 10**9)
-    for name, files in (("theirs", 2), ("two", 4), ("three", 1)):
-        assert len(list((tmp_path / name).glob("*.safetensors"))) >= files
-        again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
-        assert not any(info.values()), info
-        assert again.dtype == torch.bfloat16
-        ours = again.state_dict()
-        assert ours.keys() == theirs.state_dict().keys()
-        for key, tensor in theirs.state_dict().items():
-            assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
 
 
 # ---- memory

@@ -1,4 +1,4 @@
-"""Configs of the families beside Llama: published sizes, what files may say, and what is refused."""
+"""Configs of all families: published sizes, what files may say, and what is refused."""
 
 from __future__ import annotations
 
@@ -21,6 +21,17 @@ from tests.harness.oracle import compare
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
 
 PUBLISHED = {
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-34b": 33_743_970_304,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-8b": 8_030_261_248,
+    "llama3.1-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    "llama3.2-1b": 1_235_814_400,
+    "llama3.2-3b": 3_212_749_824,
     "qwen3-0.6b": 596_049_920,
     "qwen3-1.7b": 1_720_574_976,
     "qwen3-4b": 4_022_468_096,
@@ -35,6 +46,7 @@ PUBLISHED = {
 SHAPE: dict[str, Any] = {"vocab": 61, "embed": 32, "ffn": 40, "layers": 2, "heads": 2, "max_length": 64}
 HEADS: dict[str, Any] = {**SHAPE, "kv_heads": 1, "head_dim": 8}
 SMALL: dict[str, Any] = {
+    "llama": llama.Config(**HEADS),
     "qwen3": qwen3.Config(**HEADS),
     "mistral": mistral.Config(**HEADS, window=9),
     "gpt2": gpt2.Config(**SHAPE),
@@ -45,7 +57,8 @@ SMALL: dict[str, Any] = {
 def test_counts_are_the_published_ones_and_those_of_the_trees() -> None:
     named = [name for family in models.FAMILIES for name in family.CONFIGS]
     assert len(named) == len(set(named)) == len(models.CONFIGS), "names are unique"
-    assert set(named) == set(llama.CONFIGS) | PUBLISHED.keys() | {f"debug-{name}" for name in SMALL}
+    debug = {"debug", *(f"debug-{name}" for name in SMALL if name != "llama")}
+    assert set(named) == PUBLISHED.keys() | debug and 3.5e6 < models.CONFIGS["debug"].num_parameters < 4.5e6
     for name, config in models.CONFIGS.items():
         assert config.num_parameters == PUBLISHED.get(name, config.num_parameters), name
         leaves = optree.tree_leaves(models.of(config).params(config, pin_norms=True))
@@ -60,6 +73,13 @@ def test_counts_are_the_published_ones_and_those_of_the_trees() -> None:
 @pytest.mark.parametrize(
     ("name", "change", "text"),
     [
+        ("llama", {"kv_heads": 3}, "Config.kv_heads: 3 does not divide heads=2"),
+        ("llama", {"head_dim": 63}, "Config.head_dim: expected an even number, got 63"),
+        ("llama", {"layers": 0}, "Config.layers: expected a positive integer, got 0"),
+        ("llama", {"vocab": 256.0}, "Config.vocab: expected a positive integer, got 256.0"),
+        ("llama", {"ffn": True}, "Config.ffn: expected a positive integer, got True"),
+        ("llama", {"norm_eps": 0.0}, "Config.norm_eps: expected a positive number, got 0.0"),
+        ("llama", {"rope_theta": math.inf}, "Config.rope_theta: expected a positive number, got inf"),
         ("mistral", {"window": 0}, "Config.window: expected a positive integer, got 0"),
         ("gpt2", {"heads": 3}, "Config.heads: 3 does not divide embed=32"),
         ("mixtral", {"chosen": 4}, "Config.chosen: 4 experts for a token, and there are 3"),
@@ -70,6 +90,19 @@ def test_counts_are_the_published_ones_and_those_of_the_trees() -> None:
 def test_fields_that_are_refused(name: str, change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=re.escape(text)):
         dataclasses.replace(SMALL[name], **change)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"factor": 0.5}, r"RopeScaling.factor: expected a number of at least 1, got 0.5"),
+        ({"factor": 8.0, "low_freq_factor": 4.0}, r"RopeScaling.low_freq_factor: .* got 4.0 and 4.0"),
+        ({"factor": 8.0, "original_max_length": 0}, r"RopeScaling.original_max_length: expected a positive integer"),
+    ],
+)
+def test_rope_scaling_refusals(arguments: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        llama.RopeScaling(**arguments)
 
 
 def saved(root: Path, name: str, **changes: Any) -> Any:

@@ -1,5 +1,6 @@
-"""functionalize on 24 architectures of transformers, tiny and random: trained at two ranks beside the module on the
-whole batch, and back. docs/modules.md has the table of what each needs."""
+"""functionalize on 28 architectures of transformers, tiny and random: trained at two ranks beside the module on the
+whole batch, and back. docs/modules.md has the table of what each needs, but for those that are Llamas in all but name.
+"""
 
 # ruff: noqa: PIE800  several settings a line
 
@@ -7,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import re
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import compare
+from tests.harness.pages import doc
 from tests.harness.pool import Pools
 
-PAGE = (Path(__file__).parents[2] / "docs" / "modules.md").read_text()
-QUICK = ("T5", "DeepseekV3")
+PAGE = doc("modules")
+PLAIN = ("GPT2", "GPTNeoX", "Qwen3", "Gemma2")
+QUICK = (*PLAIN, "T5", "DeepseekV3")
 
 BASE = {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 DEEP = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 48}
@@ -57,6 +59,10 @@ MODEL, FLOAT32 = "model.layers", 2e-5
 TWO = ["model.encoder.layers", "model.decoder.layers"]
 KINDS: list[str] = ["mamba", "attention"] * 2
 CASES: dict[str, Case] = {
+    "GPT2": Case("LMHeadModel", {**BASE, "n_embd": 32, "n_layer": 3, "n_head": 4}, "transformer.h", "padded", [3]),
+    "GPTNeoX": Case("ForCausalLM", ENCODER, "gpt_neox.layers", "padded", [4]),
+    "Qwen3": Case("ForCausalLM", {**DECODER, "head_dim": 8}, MODEL, "padded", [4], FLOAT32),
+    "Gemma2": Case("ForCausalLM", {**DECODER, "head_dim": 8, "sliding_window": 3}, MODEL, "padded", [4], FLOAT32),
     "Mixtral": Case("ForCausalLM", {**DECODER, "num_local_experts": 4}, MODEL, "text", [4], FLOAT32),
     "Gemma3": Case(
         "ForCausalLM", {**DECODER, "head_dim": 8, "sliding_window": 3}, MODEL, "text", [4], FLOAT32, "TextConfig"
@@ -283,8 +289,11 @@ def inputs_of(kind: str, rows: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
     if kind in ("patches", "picture in text"):
         tokens[:, 1:5] = 5
+    mask = torch.ones_like(tokens)
+    mask[::2, -2:] = 0
     found: dict[str, tuple[dict[str, Tensor], dict[str, Any]]] = {
         "text": ({"input_ids": tokens}, {"use_cache": False}),
+        "padded": ({"input_ids": tokens, "attention_mask": mask}, {"use_cache": False}),
         "plain text": ({"input_ids": tokens}, {}),
         "both": ({"input_ids": tokens, "decoder_input_ids": tokens.roll(1, 1)}, {"use_cache": False}),
         "mel": ({"input_features": real(rows, 8, 20), "decoder_input_ids": tokens}, {"use_cache": False}),
@@ -306,9 +315,13 @@ def inputs_of(kind: str, rows: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return found[kind]
 
 
+def scores(out: Any) -> Tensor:
+    return out.logits if "logits" in out else torch.cat([out.text_embeds, out.image_embeds])
+
+
 def squares(out: Any) -> ya.Mean:
     """A loss that is a mean over rows."""
-    found = out.logits if "logits" in out else torch.cat([out.text_embeds, out.image_embeds])
+    found = scores(out)
     return ya.Mean(found.double().square().sum() + found.double().sin().sum(), found.numel())
 
 
@@ -338,6 +351,8 @@ def as_the_module(mesh: Any, name: str) -> None:
     lengths = [unit.tree for unit in params.values() if isinstance(unit, ya.Stacked)]
     assert [optree.tree_leaves(tree)[0].shape[0] for tree in lengths] == case.stacks
     reference = copy.deepcopy(module)
+    plain = model(ya.materialize(params), **whole, **others)
+    compare(scores(plain), scores(reference(**whole, **others)), 0, "outputs of the plain tree")
     sgd, theirs = ya.optim.sgd(0.1), torch.optim.SGD(reference.parameters(), 0.1)
 
     def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
@@ -366,6 +381,7 @@ def as_the_module(mesh: Any, name: str) -> None:
     ya.load_into(module, state.params, model=model)
     trained = {n: p.detach() for n, p in reference.named_parameters()}
     close({n: p.detach() for n, p in module.named_parameters()}, trained, case.tolerance, "two steps of SGD")
+    compare(scores(model(state.params, **own, **others)), scores(module(**own, **others)), 0, "outputs of the state")
 
 
 @pytest.mark.parametrize(
@@ -390,4 +406,4 @@ def test_an_architecture_is_refused_by_name(name: str) -> None:
 
 def test_the_page_has_them() -> None:
     table = re.findall(r"^\| (\w+) \| (?:`|refused)", PAGE, re.M)
-    assert len(CASES) == 24 and sorted(table) == sorted(CASES)
+    assert len(table) == 24 and sorted([*table, *PLAIN]) == sorted(CASES)

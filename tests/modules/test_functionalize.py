@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,47 +20,14 @@ from torch.utils import _pytree as torch_pytree
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
 from tests.harness.oracle import compare
+from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
 
-CODE, FROM_FILES, BALANCED = re.findall(
-    r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "modules.md").read_text(), re.S
-)
+CODE, FROM_FILES, BALANCED = blocks(doc("modules"))
 F64 = ya.Precision(torch.float64)
 SMALL = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
 LLAMA_LIKE = {**SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
-THEIRS: dict[
-    str, tuple[str, str, dict[str, Any], float]
-] = {  # config, layers, its settings, what a float64 run may be off
-    "gpt2": ("GPT2", "transformer.h", {"vocab_size": 61, "n_embd": 32, "n_layer": 3, "n_head": 4}, 1e-10),
-    "gpt_neox": ("GPTNeoX", "gpt_neox.layers", {**SMALL, "intermediate_size": 48}, 1e-10),
-    "qwen3": ("Qwen3", "model.layers", {**LLAMA_LIKE, "head_dim": 8}, 1e-5),  # its norms compute in float32
-    "gemma2": ("Gemma2", "model.layers", {**LLAMA_LIKE, "head_dim": 8, "sliding_window": 3}, 1e-5),
-}
-
-
-def theirs(name: str) -> tuple[Any, str, float]:
-    """A small model of transformers in float64, without dropout; its layers; what it may be off."""
-    import transformers
-
-    kind, layers, settings, tolerance = THEIRS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**settings, bos_token_id=1, eos_token_id=2, pad_token_id=0)
-    model = getattr(transformers, f"{kind}{'LMHeadModel' if name == 'gpt2' else 'ForCausalLM'}")(config)
-    return model.eval().double(), layers, tolerance
-
-
-def rows(world: int) -> dict[str, Tensor]:
-    """Of all ranks; padded in one row of each, so that there is a mask."""
-    tokens = torch.randint(3, 61, (2 * world, 7), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(tokens)
-    mask[::2, -2:] = 0
-    return {"tokens": tokens, "mask": mask, "targets": tokens.roll(-1, 1).masked_fill(mask == 0, -100)}
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> ya.Mean:
-    total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    return ya.Mean(total, (targets != -100).sum())
 
 
 def tree_of(module: nn.Module, params: dict[str, Any], layers: str, of: Callable[[Tensor], Any]) -> dict[str, Any]:
@@ -77,75 +43,21 @@ def tree_of(module: nn.Module, params: dict[str, Any], layers: str, of: Callable
     return made
 
 
-def as_the_module(mesh: Any, name: str) -> None:
-    module, layers, tolerance = theirs(name)
-    whole = rows(mesh.size())
-    own = {key: leaf[2 * mesh.get_rank() :][:2] for key, leaf in whole.items()}
-    params, model = ya.functionalize(module, layers)
-
-    def call(params: Any, batch: dict[str, Tensor]) -> Tensor:
-        return model(params, batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
-
-    def of_module(batch: dict[str, Tensor]) -> Tensor:
-        return module(batch["tokens"], attention_mask=batch["mask"], use_cache=False).logits
-
-    def differentiated() -> Tensor:
-        """The loss of the module on the whole batch; its gradients are in the module."""
-        total, weight = cross_entropy(of_module(whole), whole["targets"])
-        module.zero_grad()
-        (total / weight).backward()
-        return (total / weight).detach()
-
-    logits = of_module(whole)
-    compare(call(ya.materialize(params), whole), logits, 0, "logits of the plain tree")
-
-    def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
-        return cross_entropy(call(params, batch), batch["targets"])
-
-    adamw = {"lr": 1e-3, "weight_decay": 1e-2, "eps": 1e-8}
-    tx, theirs_tx = ya.optim.adamw(1e-3, weight_decay=1e-2, eps=1e-8), torch.optim.AdamW(module.parameters(), **adamw)
-    state = ya.shard(params, tx, mesh=mesh, precision=F64)
-    gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat="all"))
-    expected = differentiated()
-    for how in ("in the first call", "in the second"):
-        value, grads = gradients(state.params, own)
-        compare(value.double(), expected, 1e-6, f"value {how}")
-        compare(grads, tree_of(module, params, layers, lambda p: p.grad), tolerance, f"gradients {how}")
-    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(remat="all", update=True))
-    for _ in range(3):
-        differentiated()
-        theirs_tx.step()
-        state, _ = step(state, own)
-    trained = ya.unshard(state.params)
-    compare(trained, tree_of(module, params, layers, Tensor.detach), max(tolerance, 1e-8), "three steps of AdamW")
-    ya.load_into(module, state.params, model=model)
-    compare(tree_of(module, params, layers, Tensor.detach), trained, 0, "weights in the module")
-    compare(call(state.params, own), of_module(own), 0, "logits of the state")
-
-
-@pytest.mark.parametrize("name", THEIRS)
-def test_a_transformer_is_the_module(pools: Pools, name: str) -> None:
-    pytest.importorskip("transformers", reason="trains models of transformers")
-    pools[2].run(as_the_module, name)
-
-
 @pytest.mark.parametrize("microbatches", [None, 2])
 def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
-    pytest.importorskip("transformers")
-    module, layers, _ = theirs("gpt2")
-    params, model = ya.functionalize(module, layers)
-    step = ya.eval_step(
-        lambda params, batch: cross_entropy(model(params, batch["tokens"]).logits, batch["targets"]),
-        microbatches=microbatches,
-    )
-    batch = {key: value[:0] for key, value in rows(1).items()}
-    text = "mask of argument 1 and targets of argument 1 and tokens of argument 1: no rows on this rank, in this micro"
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, bos_token_id=1, eos_token_id=2)
+    params, model = ya.functionalize(transformers.GPT2LMHeadModel(config), "transformer.h")
+
+    def loss(params: Any, batch: dict[str, Tensor]) -> Tensor:
+        return model(params, batch["tokens"], use_cache=False).logits.sum() + batch["mask"].sum()
+
+    batch = {name: torch.ones(0, 7, dtype=torch.long) for name in ("tokens", "mask")}
+    text = "mask of argument 1 and tokens of argument 1: no rows on this rank, in this micro"
     with pytest.raises(RuntimeError, match=text):
-        step(ya.shard(params, None, mesh=one_rank(), precision=F64), batch)
+        ya.eval_step(loss, microbatches=microbatches)(ya.shard(params, None, mesh=one_rank()), batch)
     with pytest.raises(RuntimeError, match=text):
-        ya.grad(lambda params, batch: model(params, batch["tokens"], use_cache=False).logits.sum())(
-            ya.materialize(params), batch
-        )
+        ya.grad(loss)(ya.materialize(params), batch)
 
 
 def page(mesh: Any, folder: Path) -> None:
@@ -313,8 +225,10 @@ class Rows(nn.Module):
         return x
 
 
-def as_rows(mesh: Any, hooks: bool) -> None:
-    """Value and gradients of `Rows`. hooks: with one that torch calls for all modules"""
+@on_ranks(1, 2)
+@pytest.mark.parametrize("hooks", [False, True])
+def test_modules_that_write_in_place_sparse_gradients_and_hooks_of_all_modules(mesh: Any, hooks: bool) -> None:
+    """In-place after a linear layer raised, as sparse gradients did; hooks of all modules ran twice in silence."""
     torch.manual_seed(0)
     module, tokens = Rows(), torch.arange(6 * mesh.size()).view(-1, 3) % 7
     params, model = ya.functionalize(module, "layers")
@@ -332,15 +246,6 @@ def as_rows(mesh: Any, hooks: bool) -> None:
     expected = tree_of(module, params, "layers", lambda p: p.grad.to_dense())
     compare(got, value.detach(), 1e-6, "value")
     compare(ya.unshard(grads), expected, 1e-5, "gradients")
-
-
-@pytest.mark.parametrize("hooks", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-def test_modules_that_write_in_place_sparse_gradients_and_hooks_of_all_modules(
-    pools: Pools, world: int, hooks: bool
-) -> None:
-    """In-place after a linear layer raised, as sparse gradients did; hooks of all modules ran twice in silence."""
-    pools[world].run(as_rows, hooks)
 
 
 def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
@@ -478,23 +383,6 @@ def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_kno
     for _ in range(2):
         compare(gradients(state.params, x)[1], expected, 1e-6, "gradients")
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
-
-
-def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masks are made in it."""
-    params, model = functional()
-    seen, forward = [], Model.forward
-
-    def looks(self: Any, tokens: Tensor) -> Tensor:
-        weight = self.layers[0].up.weight
-        seen.append((weight.dtype, weight.device, weight.shape, next(self.tail.parameters()).dtype))
-        return forward(self, tokens)
-
-    monkeypatch.setattr(Model, "forward", looks)
-    for dtype in (torch.bfloat16, torch.float32):
-        state = ya.shard(params, None, mesh=one_rank(), precision=ya.Precision(compute=dtype))
-        assert model(state.params, tokens_of(0)).dtype == dtype
-        assert seen.pop() == (dtype, torch.device("cpu"), (8, 8), dtype) and not seen
 
 
 def test_weights_are_freed_with_their_trees_without_a_collection() -> None:

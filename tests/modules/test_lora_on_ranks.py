@@ -124,8 +124,10 @@ def test_gradients_with_bases_of_other_dtypes_and_on_more_ranks(mesh: Any, dtype
     exact(mesh, ("none", "all"), dtype)
 
 
-def train(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> list[str]:
-    """Three steps beside the plain loop, and a checkpoint on the way. The collectives of a step, in words."""
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [None, torch.int8])
+def test_training_moves_adapters_alone(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> None:
+    """Three steps beside the plain loop, and a checkpoint on the way."""
     plain = ya.PlainState.create(adapted(dtype), TX)
     state = ya.init(adapted(dtype), TX, mesh=mesh)
     step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(update=True), microbatches=3)
@@ -142,20 +144,13 @@ def train(mesh: Any, tmp_path: Path, dtype: torch.dtype | None) -> list[str]:
     before = dict(named_leaves(ya.params.without_markers(ya.materialize(adapted(dtype)))))
     for path, leaf in named_leaves(ya.unshard(state)):
         assert torch.equal(leaf, before[path]) == (path[-2:] not in (".a", ".b")), path
-    return moved(step.program(state))
+    assert moved(step.program(state)) == ["embed", "head", *(f"layers[{i}]" for i in range(LAYERS))]
 
 
 def moved(program: Program) -> list[str]:
     """Names of the units that are reduced or updated."""
     ops = [op for op in program.ops if isinstance(op, ya.schedules.Reduce | ya.schedules.Update)]
     return sorted({program.trace.units[unit].name for op in ops for unit in op.units})
-
-
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-@pytest.mark.parametrize("world", [2])
-def test_training_moves_adapters_alone(pools: Pools, world: int, tmp_path: Path, dtype: torch.dtype | None) -> None:
-    (found, *_) = pools[world].run(train, tmp_path, dtype)
-    assert found == ["embed", "head", *(f"layers[{i}]" for i in range(LAYERS))]
 
 
 # ---- by hand: a second stack
@@ -173,7 +168,8 @@ def stacks_loss(params: Any, batch: Batch) -> ya.Mean:
     return ya.apply(head, params["head"], x, batch["targets"])
 
 
-def second_stack(mesh: Any) -> list[str]:
+@on_ranks(1, 2)
+def test_a_second_stack_written_by_hand(mesh: Any) -> None:
     """Two stacks that are scanned together, and one whose leaf is a `LowRank` made by hand: the same numbers."""
     base = ya.materialize(base_params(LAYERS))
     a, b = torch.randn(LAYERS, RANK, 7), torch.randn(LAYERS, 5, RANK)
@@ -192,12 +188,7 @@ def second_stack(mesh: Any) -> list[str]:
     pairs, inside = ya.unshard(first)["pairs"], ya.unshard(second).layers.up
     compare((pairs["a"], pairs["b"]), (inside.a, inside.b), 1e-9, "by hand")
     assert not torch.equal(pairs["b"], b)
-    return moved(step.program(first))
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_second_stack_written_by_hand(pools: Pools, world: int) -> None:
-    assert pools[world].run(second_stack)[0] == [f"pairs[{i}]" for i in range(LAYERS)]
+    assert moved(step.program(first)) == [f"pairs[{i}]" for i in range(LAYERS)]
 
 
 # ---- unfreezing between steps

@@ -101,6 +101,7 @@ def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pyte
 
     def looks(self: Any, x: Tensor) -> Tensor:
         seen.append([w.dtype for w in (self.layers[1].gate.weight, self.layers[0].up.weight, self.norm.bias)])
+        assert self.layers[0].up.weight.shape == (4, 4)
         return self.layers[0](x)
 
     monkeypatch.setattr(Model, "forward", looks)

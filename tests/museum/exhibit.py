@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.proof import reference
 from tests.proof import stages_reference as staged
 from tests.proof.overlapped import waits_of
@@ -182,7 +182,7 @@ class Agreement(Bug):
         ranks = " and ".join(map(str, self.worlds))
         return f"what the plain loop gives, on {ranks} rank{'s' * (self.worlds != (1,))}"
 
-    def check(self, pools: dict[int, Pool]) -> None:
+    def check(self, pools: Pools) -> None:
         for world in self.worlds:
             pools[world].run(self.run)
 
@@ -198,7 +198,7 @@ class Message(Bug):
     def says(self) -> str:
         return "; ".join(f"`{text}`" for text in self.texts)
 
-    def check(self, pools: dict[int, Pool]) -> None:
+    def check(self, pools: Pools) -> None:
         for found in pools[2].run(self.run):
             for text in self.texts:
                 assert text in found, found

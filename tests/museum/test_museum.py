@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.museum import outside, pipelined, races, rows, runs, sharded
 from tests.museum.exhibit import Agreement, Bug, Message, Order, Outside, Proof, Refusal, StageOrder
 from tests.museum.page import BUGS, PAGE, page
@@ -30,12 +30,12 @@ def test_proved(bug: Proof) -> None:
 
 
 @pytest.mark.parametrize("bug", runs.AGREES, ids=name)
-def test_agrees(pools: dict[int, Pool], bug: Agreement) -> None:
+def test_agrees(pools: Pools, bug: Agreement) -> None:
     bug.check(pools)
 
 
 @pytest.mark.parametrize("bug", runs.TOLD, ids=name)
-def test_told(pools: dict[int, Pool], bug: Message) -> None:
+def test_told(pools: Pools, bug: Message) -> None:
     bug.check(pools)
 
 

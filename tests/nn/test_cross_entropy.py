@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.gpu import on_gpu
 from yafsdp_fn.nn import cross_entropy, linear
 
 V, E, SHAPE = 37, 16, (5, 6)
@@ -149,8 +150,7 @@ def test_logits_are_never_there_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
         assert rows == [expected] * (expected is not None)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("columns", [V, 4096, 10_001])
 def test_the_kernel_equals_torchs_operations(dtype: torch.dtype, columns: int) -> None:
@@ -171,8 +171,7 @@ def test_the_kernel_equals_torchs_operations(dtype: torch.dtype, columns: int) -
     torch.testing.assert_close(own.double(), expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-7)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_equals_torch_on_a_gpu(dtype: torch.dtype) -> None:
     x, weight, targets = (tensor.detach().cuda() for tensor in problem(dtype))

@@ -11,7 +11,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness import problems
 from tests.harness.oracle import batch_of, check_exact
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Params, Problem, block, embed
 from tests.steps.test_allocations import measured
 from yafsdp_fn.nn import cross_entropy
@@ -77,7 +77,25 @@ def test_equals_the_plain_loop(mesh: Any, name: str, schedule: str) -> None:
     check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
 
 
-def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
+EARLY, LATE = ["gradients"], ["total", "gradients"]
+
+
+@pytest.mark.sampled
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("name", "schedule", "microbatches", "alone", "together"),
+    [
+        ("head", "zero3", 1, EARLY, EARLY),
+        ("head", "zero3", 3, EARLY + 2 * LATE, 3 * EARLY),  # alone, the slot is the shard that adds up
+        ("head", "deferred", 3, EARLY + 2 * LATE, EARLY + 2 * LATE),
+        ("head", "first step", 1, ["total", *EARLY], ["total", *EARLY]),  # recorded, then as in all others
+        ("tied", "zero3", 1, EARLY, EARLY),
+        ("twice", "zero3", 1, ["gradients", "total", "gradients", "gradients"], None),
+    ],
+)
+def test_the_forward_forms_the_gradient_where_the_slot_is_free(
+    mesh: Any, name: str, schedule: str, microbatches: int, alone: list[str], together: list[str] | None
+) -> None:
     """What the losses of a step compute, in order: the total alone, or gradients with it."""
     calls: list[str] = []
     chunks = cross_entropy._chunks
@@ -93,40 +111,16 @@ def formed(mesh: Any, name: str, schedule: str, microbatches: int) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy, "_chunks", noted)
         step(state, batch_of(mesh.get_rank()))
-    return calls
-
-
-EARLY, LATE = ["gradients"], ["total", "gradients"]
+    assert calls == (alone if mesh.size() == 1 or together is None else together)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize(
-    ("name", "schedule", "microbatches", "alone", "together"),
-    [
-        ("head", "zero3", 1, EARLY, EARLY),
-        ("head", "zero3", 3, EARLY + 2 * LATE, 3 * EARLY),  # alone, the slot is the shard that adds up
-        ("head", "deferred", 3, EARLY + 2 * LATE, EARLY + 2 * LATE),
-        ("head", "first step", 1, ["total", *EARLY], ["total", *EARLY]),  # recorded, then as in all others
-        ("tied", "zero3", 1, EARLY, EARLY),
-        ("twice", "zero3", 1, ["gradients", "total", "gradients", "gradients"], None),
-    ],
+    ("schedule", "microbatches"), [("zero3", 1), ("zero3", 2), ("deferred", 2), ("zero3-remat-all", 1)]
 )
-def test_the_forward_forms_the_gradient_where_the_slot_is_free(
-    pools: dict[int, Pool],
-    world: int,
-    name: str,
-    schedule: str,
-    microbatches: int,
-    alone: list[str],
-    together: list[str] | None,
-) -> None:
-    expected = alone if world == 1 or together is None else together
-    assert pools[world].run(formed, name, schedule, microbatches) == world * [expected]
-
-
-def largest(mesh: Any, schedule: str, microbatches: int) -> list[int]:
-    """Bytes of the largest new memory in the third step and the fourth."""
+def test_nothing_of_weight_size_is_allocated(mesh: Any, schedule: str, microbatches: int) -> None:
+    """The weight takes 24,576 bytes, the embedding's gradient 8,192, the chunk of logits 768."""
     V, E = 96, 64
     params = {"embed": ya.Param((32, E)), "out": ya.Param((V, E))}
 
@@ -153,17 +147,4 @@ def largest(mesh: Any, schedule: str, microbatches: int) -> list[int]:
     for _ in range(2):
         taken = measured(one)
         found.append(max(*taken.main, *taken.outputs, *taken.streams, 0))
-    return found
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize(
-    ("schedule", "microbatches"), [("zero3", 1), ("zero3", 2), ("deferred", 2), ("zero3-remat-all", 1)]
-)
-def test_nothing_of_weight_size_is_allocated(
-    pools: dict[int, Pool], world: int, schedule: str, microbatches: int
-) -> None:
-    """The weight takes 24,576 bytes, the embedding's gradient 8,192, the chunk of logits 768."""
-    for found in pools[world].run(largest, schedule, microbatches):
-        assert max(found) <= 8192
+    assert max(found) <= 8192

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.gpu import on_gpu
 from yafsdp_fn.nn.linear import Destination, destination, weight_leaf
 from yafsdp_fn.util.on_gpu import vector_kernels
 
@@ -77,8 +78,7 @@ def opened(view: Tensor) -> Destination:
     return found
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(7, 5, 3), (256, 512, 384)])
@@ -99,8 +99,7 @@ def test_products_go_straight_into_an_fp32_slot(
     assert bool(slot[m * n :].isnan().all())
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("scale", [1.0, 0.7])
 def test_a_scale_is_looked_at_on_the_gpu(scale: float) -> None:
     """A signalling NaN stays as it is where nothing is multiplied."""

@@ -109,16 +109,6 @@ def written(trace: Trace, rng: random.Random) -> Program:
     return build(trace, slots, grads, prefetch=rng.randrange(4), remat=policy, defer=defer, update=rng.random() < 0.5)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_below_programs_that_take_as_much_memory(seed: int) -> None:
-    rng = random.Random(seed)
-    microbatches = rng.choice([1, 2, 4])
-    trace = traced(microbatches=microbatches)
-    trace = trace.on(rng.choice([mesh for name, mesh in arrangements(trace, SLOW) if name != "ddp"]))
-    program = written(trace, rng)
-    expect_below(program, clusters(rng).replace(gpus_per_node=4), predict_memory(program).peak_bytes)
-
-
 def in_formats(trace: Trace, rng: random.Random) -> Trace:
     """The step with some units that travel in a third of their bytes."""
     units = []
@@ -134,10 +124,13 @@ def in_formats(trace: Trace, rng: random.Random) -> Trace:
     return trace._replace(units=tuple(units))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_below_programs_in_formats(seed: int) -> None:
+@pytest.mark.parametrize(
+    ("seed", "formats"), [*((seed, False) for seed in range(40)), *((seed, True) for seed in range(10))]
+)
+def test_below_programs_that_take_as_much_memory(seed: int, formats: bool) -> None:
     rng = random.Random(seed)
-    trace = in_formats(traced(microbatches=rng.choice([1, 2])), rng)
+    trace = traced(microbatches=rng.choice([1, 2, 4]))
+    trace = in_formats(trace, rng) if formats else trace
     trace = trace.on(rng.choice([mesh for name, mesh in arrangements(trace, SLOW) if name != "ddp"]))
     program = written(trace, rng)
     expect_below(program, clusters(rng).replace(gpus_per_node=4), predict_memory(program).peak_bytes)

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import yafsdp_fn as ya
 from models import llama
 from tests.harness import failing
-from tests.harness.pool import Pool
+from tests.harness.abstract import step_of
+from tests.harness.pool import on_ranks
 from yafsdp_fn.planner import Plan, compare, simulate
 from yafsdp_fn.planner.compare import ScheduleFigures
 from yafsdp_fn.schedules import Program, Send, assign, chained_order, cut, one_f_one_b, zero2, zero3
@@ -22,9 +22,7 @@ PARTS = 4
 
 
 def traced(ranks: int, rows: int, config: llama.Config = SMALL) -> ya.schedules.Trace:
-    tokens = torch.empty(rows, 64, dtype=torch.long, device="meta")
-    batch, tx = {"tokens": tokens, "targets": tokens}, ya.optim.adamw(1e-3)
-    return ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=ranks, microbatches=rows, tx=tx)
+    return ya.planner.trace(*step_of(config, rows), ranks=ranks, microbatches=rows, tx=ya.optim.adamw(1e-3))
 
 
 FLAT = traced(4, 2)
@@ -130,12 +128,8 @@ def test_what_is_no_schedule_is_refused_by_name() -> None:
 def test_one_model_over_tensor_is_one_step() -> None:
     from models.parts.axes import Axes
 
-    over = Axes(tensor=True)
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
     trace = ya.planner.trace(
-        llama.loss(SMALL, axes=over),
-        llama.params(SMALL, **over.options),
-        {"tokens": tokens, "targets": tokens},
+        *step_of(SMALL, axes=Axes(tensor=True)),
         mesh=(("shard", 2), ("tensor", 2)),
         microbatches=2,
         tx=ya.optim.adamw(1e-3),
@@ -161,7 +155,8 @@ def test_timelines_of_one_program_are_compared_op_by_op() -> None:
     assert FOUND.rows["zero3"] == ScheduleFigures.of(one, FOUND.plans["zero3"], 512)
 
 
-def measured(mesh: Any) -> tuple[str, list[str | None]]:
+@on_ranks(2)
+def test_measured_beside_predicted_on_two_ranks(mesh: Any) -> None:
     """What a rank has measured, beside a prediction. The measured trace is one that was learnt, without costs."""
     state, step = failing.state(mesh), ya.train_step(failing.loss, failing.TX)
     program = step.lower(state, failing.batch())
@@ -172,9 +167,5 @@ def measured(mesh: Any) -> tuple[str, list[str | None]]:
     row = found.rows["measured"]
     assert row.bound is None and row.peak_bytes is None and row.sent_bytes == program.wire_bytes().total()
     assert row.step_s == recording.timeline().seconds and found.rows["predicted"].peak_bytes
-    return str(found), [note.split(",")[0] for note in found.notes]
-
-
-def test_measured_beside_predicted_on_two_ranks(pools: dict[int, Pool]) -> None:
-    for text, (note, *_) in pools[2].run(measured):
-        assert re.search(r"^measured +2 .* - ", text, re.M) and note.startswith("predicted over measured: step ")
+    assert re.search(r"^measured +2 .* - ", str(found), re.M)
+    assert found.notes[0].startswith("predicted over measured: step ")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from tests.harness.pages import ROOT, blocks
 from train.subcommands import SUBCOMMANDS
 from yafsdp_fn.planner import Found, Plan
 
-ROOT = Path(__file__).parent.parent.parent
 PAGES = {name: (ROOT / "docs" / f"{name}.md").read_text() for name in ("planner", "synthesis", "accuracy")}
 PAGE = PAGES["planner"]
 
@@ -20,7 +20,7 @@ PAGE = PAGES["planner"]
 @pytest.mark.nightly
 def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
-    code, beside = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    code, beside = blocks(PAGE)
     names: dict[str, Any] = {}
     exec(code, names)
     exec(beside.replace("found", "several"), names)

@@ -22,9 +22,11 @@ from benchmarks.counting import no_scratch
 from models import llama
 from models.parts.axes import Axes
 from tests.axes import model as small
+from tests.harness.abstract import step_of
+from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import Model, batch, loss, model, one_rank
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
@@ -34,6 +36,12 @@ from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
 from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
 
+Items = dict[str, int]
+"""Bytes of each."""
+Compared = tuple[Items, Items]
+"""Predicted, and real."""
+HeldCase = tuple[str, str, int]
+"""Names of a precision and of a schedule, and microbatches."""
 TX = ya.optim.adamw(1e-2)
 KNOWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = {
@@ -101,16 +109,12 @@ def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
 # ---- what the toolkit holds
 
 
-def held(
-    mesh: Any, cases: list[tuple[str, str, int]], made: Callable[[], Model] = frozen_embedding
-) -> list[tuple[dict[str, int], dict[str, int]]]:
+def held(mesh: Any, cases: list[HeldCase], made: Callable[[], Model] = frozen_embedding) -> list[Compared]:
     """Predicted and real bytes of what a state and its slots hold on this rank after two steps."""
     return [_held(mesh, made(), *case) for case in cases]
 
 
-def _held(
-    mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int
-) -> tuple[dict[str, int], dict[str, int]]:
+def _held(mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int) -> Compared:
     state = ya.init(abstract, TX, mesh=mesh, precision=PRECISIONS[precision])
     step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
     program = step.lower(state, batch())
@@ -124,7 +128,7 @@ def _held(
     return {name: found[name] for name in real}, real
 
 
-def held_by(state: ya.ShardedState) -> dict[str, int]:
+def held_by(state: ya.ShardedState) -> Items:
     """Bytes that a state, its slots and its buffers hold after a step, by item."""
     store = state.memory
     store.comms.drain()
@@ -152,85 +156,56 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def same(found: list[list[tuple[dict[str, int], dict[str, int]]]]) -> dict[str, int]:
+def same(found: list[list[Compared]]) -> Items:
     """Compares on every rank; returns the largest of each real item."""
     for predicted, real in itertools.chain(*found):
         assert predicted == real
     return {name: max(real[name] for _, real in itertools.chain(*found)) for name in found[0][0][1]}
 
 
-ONE_RANK = [
-    ("fp32", "zero3", 1),
-    ("bf16", "remat", 2),
-    ("bf16 wire", "zero3", 1),
-    ("bf16 wire", "zero3", 2),
-    ("wide sums", "remat", 2),
-    ("bf16 alone", "zero3", 1),
-]
-
-
-def test_one_rank_holds_what_is_predicted() -> None:
-    real = same([held(one_rank(), ONE_RANK)])
-    assert not any(real[name] for name in ("weight_slots", "secondary", "staging"))
-    assert real["grad_slots"] > 0 and real["receive"] > 0
-
-
-def test_two_ranks_hold_what_is_predicted(pools: dict[int, Pool]) -> None:
-    cases = [("fp32", "zero3", 1), ("bf16", "zero2", 2), ("bf16 wire", "zero3", 1), ("wide sums", "remat", 2)]
-    real = same(pools[2].run(held, cases))
-    assert real["weight_slots"] > 0 and not real["secondary"]
+SMALLEST, DEFERRED, RECOMPUTED = ("fp32", "zero3", 1), ("bf16", "zero2", 2), ("wide sums", "remat", 2)
+WIRE, TWICE, ALONE = ("bf16 wire", "zero3", 1), ("bf16 wire", "zero3", 2), ("bf16 alone", "zero3", 1)
+OWN = [SMALLEST, DEFERRED, WIRE, TWICE, ("wide sums", "remat", 1), ("fp64 wide", "zero2", 2), ALONE]
+FORMATS = [(name, *case) for name in ("fp32", "wide sums", "fp64 wide") for case in (("zero3", 1), ("zero2", 2))]
+FORMATS_ON_NODES = [(name, "hpz", 1) for name in ("fp32", "wide sums", "fp64 wide")]
+TRAVELS = ("working_copy", "weight_slots", "receive")
 
 
 @pytest.mark.parametrize(
-    ("mesh", "cases", "item"),
+    ("world", "mesh", "made", "cases", "some", "none"),
     [
-        ("replicate", [("wide sums", "zero3", 1)], "staging"),
-        ("copies", [("bf16 wire", "zero3", 1)], "staging"),
-        ("nodes", [("bf16", "hpz", 1), ("wide sums", "zero3", 2)], "secondary"),
+        (
+            *(1, "shard", frozen_embedding, [SMALLEST, ("bf16", "remat", 2), WIRE, TWICE, RECOMPUTED, ALONE]),
+            *(("grad_slots", "receive"), ("weight_slots", "secondary", "staging")),
+        ),
+        (2, "shard", frozen_embedding, [SMALLEST, DEFERRED, WIRE, RECOMPUTED], ("weight_slots",), ("secondary",)),
+        (4, "replicate", frozen_embedding, [("wide sums", "zero3", 1)], ("staging",), ()),
+        (4, "copies", frozen_embedding, [WIRE], ("staging",), ()),
+        (4, "nodes", frozen_embedding, [("bf16", "hpz", 1), ("wide sums", "zero3", 2)], ("secondary",), ()),
+        (1, "shard", own_dtypes, OWN, ("working_copy",), ()),
+        (2, "shard", own_dtypes, OWN, ("working_copy",), ()),
+        (4, "replicate", own_dtypes, [WIRE, ("wide sums", "remat", 1)], (), ()),
+        (4, "nodes", own_dtypes, [("bf16 wire", "hpz", 1), ("wide sums", "remat", 1)], (), ()),
+        (1, "shard", on_the_wire, FORMATS, TRAVELS, ()),
+        (2, "shard", on_the_wire, FORMATS, TRAVELS, ()),
+        nightly(4, "replicate", on_the_wire, FORMATS, TRAVELS, ()),
+        (4, "nodes", on_the_wire, FORMATS_ON_NODES, TRAVELS, ()),
     ],
 )
-def test_other_meshes_hold_what_is_predicted(
-    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]], item: str
+def test_ranks_hold_what_is_predicted(
+    pools: Pools,
+    world: int,
+    mesh: str,
+    made: Callable[[], Model],
+    cases: list[HeldCase],
+    some: tuple[str, ...],
+    none: tuple[str, ...],
 ) -> None:
-    assert same(pools[4].run(on, mesh, held, cases))[item] > 0
+    real = same(pools[world].run(on, mesh, held, cases, made))
+    assert all(real[item] > 0 for item in some) and not any(real[item] for item in none)
 
 
-OWN = [
-    ("fp32", "zero3", 1),
-    ("bf16", "zero2", 2),
-    ("bf16 wire", "zero3", 1),
-    ("bf16 wire", "zero3", 2),
-    ("wide sums", "remat", 1),
-    ("fp64 wide", "zero2", 2),
-    ("bf16 alone", "zero3", 1),
-]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_leaves_of_their_own_dtype_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
-    real = same(pools[world].run(held, OWN, own_dtypes))
-    assert real["working_copy"] > 0
-
-
-@pytest.mark.parametrize(("world", "mesh"), [(1, "shard"), (2, "shard"), nightly(4, "replicate"), (4, "nodes")])
-def test_what_travels_in_formats_holds_what_is_predicted(pools: dict[int, Pool], world: int, mesh: str) -> None:
-    schedules = [("hpz", 1)] if mesh == "nodes" else [("zero3", 1), ("zero2", 2)]
-    cases = [(precision, *case) for precision in ("fp32", "wide sums", "fp64 wide") for case in schedules]
-    real = same(pools[world].run(on, mesh, held, cases, on_the_wire))
-    assert real["working_copy"] > 0 and real["weight_slots"] > 0 and real["receive"] > 0
-
-
-@pytest.mark.parametrize(
-    ("mesh", "cases"),
-    [("replicate", [OWN[2], OWN[4]]), ("nodes", [("bf16 wire", "hpz", 1), OWN[4]])],
-)
-def test_leaves_of_their_own_dtype_on_other_meshes(
-    pools: dict[int, Pool], mesh: str, cases: list[tuple[str, str, int]]
-) -> None:
-    same(pools[4].run(on, mesh, held, cases, own_dtypes))
-
-
-def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int]]) -> Any:
+def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
     """Of a model that is split over `tensor` and `expert`; predicted from the state's trace, and without any rank."""
     found = []
     for name, schedule, microbatches in cases:
@@ -254,25 +229,25 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[tuple[str, str, int
     [{"tensor": 2}, {"context": 2}, {"expert": 2}],
     ids=str,
 )
-def test_axes_inside_blocks_hold_what_is_predicted(pools: dict[int, Pool], axes: dict[str, int]) -> None:
+def test_axes_inside_blocks_hold_what_is_predicted(pools: Pools, axes: dict[str, int]) -> None:
     cases = [("fp64", "zero3", 1), ("fp64 wide", "zero2", 2)]
     assert same(pools[4].run(held_over_axes, axes, cases))["weight_slots"] > 0
 
 
-def test_units_that_no_rank_shares_are_their_own_slots(pools: dict[int, Pool]) -> None:
+def test_units_that_no_rank_shares_are_their_own_slots(pools: Pools) -> None:
     """On tensor ranks alone, where others are still cut."""
     pools[2].stop()  # the scratch of sums stays with a mesh: that of another test would be counted
     assert same(pools[2].run(held_over_axes, {"tensor": 2}, [("fp64", "zero3", 1)]))["weight_slots"] > 0
 
 
-def held_deterministic(mesh: Any, cases: list[tuple[str, str, int]]) -> list[tuple[dict[str, int], dict[str, int]]]:
+def held_deterministic(mesh: Any, cases: list[HeldCase]) -> list[Compared]:
     """On a mesh of as many micro-shards as the microbatches of a case make."""
     ranks = mesh.size()
     return [found for case in cases for found in held(ya.mesh(device="cpu", deterministic=ranks * case[2]), [case])]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_deterministic_meshes_hold_what_is_predicted(pools: dict[int, Pool], world: int) -> None:
+def test_deterministic_meshes_hold_what_is_predicted(pools: Pools, world: int) -> None:
     """Nothing aliases at one rank, and reductions land in R shards."""
     real = same(pools[world].run(held_deterministic, [("fp32", "zero3", 2), ("bf16 wire", "zero2", 1)]))
     assert real["weight_slots"] > 0 and real["grad_slots"] > 0 and real["receive"] > 0
@@ -403,19 +378,8 @@ def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, 
     assert predicted.at.startswith(where if remat == "all" else "")
 
 
-def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, remat: str) -> tuple[int, Memory]:
-    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
-
-    def dealt(given: dict[str, Tensor]) -> Any:
-        """As many tokens on each rank as on one alone."""
-        ranks = axes.get("context", 1)
-        return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
-
-    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options, "dealt": dealt}
-    return measured(mesh, config, remat, 1, **how)
-
-
 @pytest.mark.nightly
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("axes", "sequence"),
     [
@@ -424,35 +388,36 @@ def over(_: Any, config: llama.Config, axes: dict[str, int], sequence: bool, rem
         ({"context": 2}, False),
     ],
 )
-def test_the_peak_over_axes_inside_blocks(pools: dict[int, Pool], axes: dict[str, int], sequence: bool) -> None:
+def test_the_peak_over_axes_inside_blocks(_: Any, axes: dict[str, int], sequence: bool) -> None:
+    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
+
+    def dealt(given: dict[str, Tensor]) -> Any:
+        """As many tokens on each rank as on one alone."""
+        ranks = axes.get("context", 1)
+        return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
+
+    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options, "dealt": dealt}
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     every = ((SMALL_HEAD, "all", 0.01), (SMALL_HEAD, "none", 0.01), (CONFIG, "all", 0.05))
     for config, remat, tolerance in every[:1] if sequence else every:
-        for real, predicted in pools[2].run(over, config, axes, sequence, remat):
-            agree(real, predicted, tolerance)
+        agree(*measured(mesh, config, remat, 1, **how), tolerance)
 
 
-def test_the_peak_on_two_ranks(pools: dict[int, Pool]) -> None:
-    for real, predicted in pools[2].run(measured, LARGE_HEAD, "all", 2):
-        agree(real, predicted, 0.01)
+@on_ranks(2)
+def test_the_peak_on_two_ranks(mesh: Any) -> None:
+    agree(*measured(mesh, LARGE_HEAD, "all", 2), 0.01)
 
 
 MUON = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.muon(0.02, others=ya.optim.adamw(1e-3)))
 
 
-def with_muon(mesh: Any, remat: str) -> tuple[int, Memory]:
-    return measured(mesh, SMALL_HEAD, remat, 1, tx=MUON)
-
-
 @pytest.mark.nightly
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_peak_with_muon(pools: dict[int, Pool], world: int) -> None:
-    for real, predicted in pools[world].run(with_muon, "all"):
-        agree(real, predicted, 0.03)
+@on_ranks(1, 2)
+def test_the_peak_with_muon(mesh: Any) -> None:
+    agree(*measured(mesh, SMALL_HEAD, "all", 1, tx=MUON), 0.03)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_on_a_gpu(remat: str, microbatches: int) -> None:
@@ -546,10 +511,7 @@ def test_a_forward_can_be_the_peak() -> None:
 
 def predicted(ranks: int = 8, remat: Any = ya.schedules.remat.none) -> Memory:
     config = llama.CONFIGS["llama3.2-1b"]
-    row = torch.empty(1, 2048, dtype=torch.long, device="meta")
-    found = trace(
-        llama.loss(config), llama.params(config), {"tokens": row, "targets": row}, ranks=ranks, precision=BF16, tx=TX
-    )
+    found = trace(*step_of(config, 1, 2048), ranks=ranks, precision=BF16, tx=TX)
     return predict_memory(ya.schedules.zero3(remat=remat)(found))
 
 

@@ -35,11 +35,6 @@ def test_a_gpu_saves_the_input_and_a_scale_per_row() -> None:
         assert visit.cost.peak_bytes == B * S * E * 2 + B * S * 4  # out, and the scales
 
 
-def test_the_cpu_saves_what_its_pieces_save() -> None:
-    for visit in normalised("cpu").visits[1:]:
-        assert visit.cost.kept_bytes > B * S * E * 4 * 2  # at least two copies of x in fp32
-
-
 def test_devices_are_named() -> None:
     with pytest.raises(ValueError, match="device='tpu', expected 'cuda' or 'cpu'"):
         normalised("tpu")

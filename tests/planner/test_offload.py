@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.abstract import step_of
 from tests.harness.small import one_rank
 from tests.planner.test_footprint import BF16, SMALL_HEAD, TX, measured
 from yafsdp_fn.lab import peers
@@ -25,9 +25,7 @@ FREE = CLUSTERS["a100-80g"].replace(contention=0.0)
 @functools.cache
 def taken(rows: int = 1) -> Trace:
     """Of a loss in as many chunks as there are rows."""
-    tokens = torch.empty(rows, CONFIG.max_length, dtype=torch.long, device="meta")
-    batch = {"tokens": tokens, "targets": tokens}
-    return trace(llama.loss(CONFIG, chunks=rows), llama.params(CONFIG), batch, ranks=4, precision=BF16, tx=TX)
+    return trace(*step_of(CONFIG, rows, CONFIG.max_length, chunks=rows), ranks=4, precision=BF16, tx=TX)
 
 
 def test_a_layer_carries_what_the_scan_hands_on_and_nothing_else() -> None:

@@ -13,6 +13,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from models.parts.axes import Axes
+from tests.harness.abstract import step_of
 from yafsdp_fn.planner import CLUSTERS, Cluster, DoesNotFit, Found, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.cluster import CollectiveRanks
 from yafsdp_fn.planner.costs import Costs
@@ -40,16 +41,7 @@ FAST = SLOW.replace(network_bandwidth=1e11, network_latency=0.0)
 
 @functools.cache
 def traced(ranks: int = 16, microbatches: int = 1, precision: ya.Precision = MIXED) -> Trace:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    return abstract_trace(
-        llama.loss(CONFIG),
-        llama.params(CONFIG),
-        {"tokens": tokens, "targets": tokens},
-        ranks=ranks,
-        precision=precision,
-        microbatches=microbatches,
-        tx=TX,
-    )
+    return abstract_trace(*step_of(CONFIG), ranks=ranks, precision=precision, microbatches=microbatches, tx=TX)
 
 
 def needs(trace: Trace, point: Point) -> int:
@@ -171,10 +163,9 @@ def test_points_in_words_are_python() -> None:
 # ---- plan
 
 
-def planned(**options: Any) -> Plan:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
+def planned(*, rows: int = 4, **options: Any) -> Plan:
     arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED} | options
-    return plan(llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}, **arguments)
+    return plan(*step_of(CONFIG, rows), **arguments)
 
 
 def test_a_plan_is_its_parts() -> None:
@@ -238,12 +229,8 @@ def test_a_found_schedule_goes_into_a_plan() -> None:
 @functools.cache
 def over_tensor(tensor: int, ranks: int = 16) -> Trace:
     """As many rows in a microbatch whatever the ranks of tensor, and as many microbatches in all."""
-    tokens = torch.empty(4 * tensor, 64, dtype=torch.long, device="meta")
-    over = Axes(tensor=tensor > 1, sequence=tensor > 1)
     return abstract_trace(
-        llama.loss(CONFIG, axes=over),
-        llama.params(CONFIG, **over.options),
-        {"tokens": tokens, "targets": tokens},
+        *step_of(CONFIG, 4 * tensor, axes=Axes(tensor=tensor > 1, sequence=tensor > 1)),
         mesh=axes(ranks, tensor=tensor),
         precision=MIXED,
         microbatches=tensor,
@@ -282,15 +269,12 @@ def test_arrangements_keep_the_axes_inside_blocks(mesh: Any) -> None:
 
 
 def test_a_plan_over_axes() -> None:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    over = Axes(tensor=True, context=True)
-    where = llama.loss(CONFIG, axes=over), llama.params(CONFIG, **over.options), {"tokens": tokens, "targets": tokens}
-    made = plan(*where, tx=TX, ranks=16, cluster=SLOW, precision=MIXED, tensor=2, context=2)
+    given: dict[str, Any] = {"tx": TX, "cluster": SLOW, "precision": MIXED, "tensor": 2, "context": 2}
+    where = step_of(CONFIG, axes=Axes(tensor=True, context=True))
+    made = plan(*where, ranks=16, **given)
     assert made.program.trace.mesh == (("shard", 4), ("context", 2), ("tensor", 2))
     assert made.tokens == 4 * 64 * 8  # two ranks of context have other tokens, two of tensor the same
-    staged = plan(
-        *where, tx=TX, ranks=32, cluster=SLOW, precision=MIXED, tensor=2, context=2, stages=2, schedule=one_f_one_b()
-    )
+    staged = plan(*where, ranks=32, stages=2, schedule=one_f_one_b(), **given)
     assert staged.tokens == made.tokens and staged.program.trace.mesh[0] == ("stage", 2)
     with pytest.raises(ValueError, match="tensor=3 does not divide 16 ranks"):
         plan(*where, tx=TX, ranks=16, cluster=SLOW, tensor=3)

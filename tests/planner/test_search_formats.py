@@ -12,8 +12,9 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.api.test_relative_errors import by_definition, is_near
+from tests.harness.abstract import batch_of
 from tests.harness.meshes import made
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import one_rank
 from tests.planner.test_search import MIXED, SLOW, TX
 from yafsdp_fn.planner import FormatsFound, search
@@ -26,9 +27,7 @@ PARAMS, LOSS = llama.params(CONFIG), llama.loss(CONFIG)
 
 
 def traced(params: Any, tx: Any, ranks: int = 16) -> Trace:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    shape: dict[str, Any] = {"ranks": ranks, "precision": MIXED, "tx": tx}
-    return ya.planner.trace(LOSS, params, {"tokens": tokens, "targets": tokens}, **shape)
+    return ya.planner.trace(LOSS, params, batch_of(4, 64), ranks=ranks, precision=MIXED, tx=tx)
 
 
 def searched(**asked: Any) -> FormatsFound:
@@ -89,8 +88,9 @@ def test_what_is_no_place_is_refused() -> None:
         searched(moments=["hots"])
 
 
-def measured(mesh: Any) -> None:
-    """Its errors are those of the plain values: matrices of layers for the wire, all that moments have."""
+@on_ranks(2)
+def test_its_errors_are_those_of_plain_values(mesh: Any) -> None:
+    """Matrices of layers for the wire, all that moments have."""
     state = ya.init(PARAMS, TX, mesh=made("shard"), precision=MIXED)
     tokens = torch.randint(0, CONFIG.vocab, (2, 16), generator=torch.Generator().manual_seed(mesh.get_rank()))
     state, _ = ya.train_step(LOSS, TX)(state, {"tokens": tokens, "targets": tokens})
@@ -109,7 +109,3 @@ MOMENTS = ", moments in roots/16"
 
 def in_matrices(path: str) -> bool:
     return path.startswith("layers") and "norm" not in path
-
-
-def test_its_errors_are_those_of_plain_values(pools: dict[int, Pool]) -> None:
-    pools[2].run(measured)

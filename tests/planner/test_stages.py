@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -12,9 +11,8 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from models import llama
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
-from tests.planner.test_search import CONFIG, MIXED, SLOW, TX
+from tests.planner.test_search import SLOW, TX, planned, traced
 from tests.planner.test_simulate import GB
 from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.simulate import run, tasks
@@ -210,49 +208,33 @@ def test_halves_keep_factors_until_the_second() -> None:
 # ---- plan and search
 
 
-@functools.cache
-def traced(ranks: int = 16, microbatches: int = 1) -> Trace:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    batch = {"tokens": tokens, "targets": tokens}
-    more = {"ranks": ranks, "microbatches": microbatches, "precision": MIXED, "tx": TX}
-    return ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, **more)
-
-
 def test_a_plan_has_its_stages() -> None:
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED, "microbatches": 4}
-    where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
-    made = plan(*where, **arguments, stages=2, schedule=one_f_one_b(zero2()))
+    made = planned(microbatches=4, stages=2, schedule=one_f_one_b(zero2()))
     assert len(made.program.stages) == made.timeline.stage_count == 2
     assert made.stages == tuple(map(predict_memory, made.program.by_stage)) and made.memory in made.stages and made.fits
     assert made.memory.peak_bytes == max(each.peak_bytes for each in made.stages)
     assert made.step_s == simulate(made.program, SLOW).seconds and made.work.seconds < made.step_s
     text = str(made)
     assert "2 stages, 4 microbatches: bubble" in text and "stage 1" in text and "memory of stage" in text
-    assert plan(*where, **arguments, stages=2).program == made.program
+    assert planned(microbatches=4, stages=2).program == made.program
     with pytest.raises(TypeError, match="the mesh has 2 stages, and the schedule returned a Program of 1"):
-        plan(*where, **arguments, stages=2, schedule=zero2())
+        planned(microbatches=4, stages=2, schedule=zero2())
     with pytest.raises(ValueError, match="stages=3 does not divide 16 ranks"):
-        plan(*where, **arguments, stages=3)
+        planned(microbatches=4, stages=3)
 
 
 def test_a_bubble_is_nothing_that_an_overlap_saves() -> None:
-    tokens = torch.empty(1, 64, dtype=torch.long, device="meta")
-    where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
-    arguments: dict[str, Any] = {"tx": TX, "ranks": 4, "cluster": SLOW, "precision": MIXED}
-    staged = plan(*where, **arguments, stages=2, schedule=one_f_one_b(zero2()))
+    staged = planned(rows=1, ranks=4, stages=2, schedule=one_f_one_b(zero2()))
     assert f"; bubble and waits take {100 * staged.headroom:.1f}% of the step\n" in str(staged)
     assert "2 stages, 1 microbatch: bubble " in str(staged)
-    assert "; a perfect overlap would save " in str(plan(*where, **arguments))
+    assert "; a perfect overlap would save " in str(planned(rows=1, ranks=4))
 
 
 def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
     """Four stages read a quarter of the batches: in seconds a step they look faster than they are."""
-    tokens = torch.empty(4, 64, dtype=torch.long, device="meta")
-    arguments: dict[str, Any] = {"tx": TX, "ranks": 16, "cluster": SLOW, "precision": MIXED, "microbatches": 4}
-    where = llama.loss(CONFIG), llama.params(CONFIG), {"tokens": tokens, "targets": tokens}
-    alone = plan(*where, **arguments, schedule=zero2())
-    for made, count in ((alone, 16), (plan(*where, **arguments, stages=4, schedule=one_f_one_b(zero2())), 4)):
+    alone = planned(microbatches=4, schedule=zero2())
+    staged = planned(microbatches=4, stages=4, schedule=one_f_one_b(zero2()))
+    for made, count in ((alone, 16), (staged, 4)):
         assert (made.tokens, made.unit) == (count * 4 * 64, "tokens")
         assert made.tokens_per_s == made.tokens / made.step_s
         low, high = made.range_s

@@ -10,7 +10,7 @@ import pytest
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import batch
 from tests.planner.test_footprint import (
     MUON,
@@ -25,7 +25,7 @@ from tests.planner.test_footprint import (
     tokens,
 )
 from yafsdp_fn.nn import linear
-from yafsdp_fn.planner.footprint import Memory, predict_memory
+from yafsdp_fn.planner.footprint import predict_memory
 from yafsdp_fn.schedules import gpipe, interleaved, one_f_one_b, zero1, zero2, zero3, zero_bubble
 
 ORDERS: dict[str, tuple[Any, int]] = {
@@ -50,7 +50,10 @@ def mesh_of(_: int) -> Any:
     return ya.mesh(device="cpu", stage=2)
 
 
-def held(mesh: Any, order: str, precision: str, optimizer: str) -> tuple[dict[str, int], dict[str, int]]:
+@pytest.mark.sampled
+@on_ranks(2, 4)
+@pytest.mark.parametrize(("order", "precision", "optimizer"), CASES)
+def test_a_stage_holds_what_is_predicted(mesh: Any, order: str, precision: str, optimizer: str) -> None:
     """Predicted and real bytes of what a stage holds on this rank after two steps."""
     mesh, tx, dtypes = mesh_of(mesh.size()), OPTIMIZERS[optimizer], PRECISIONS[precision]
     schedule, per_stage = ORDERS[order]
@@ -71,29 +74,8 @@ def held(mesh: Any, order: str, precision: str, optimizer: str) -> tuple[dict[st
     lowered = ya.train_step(cast_loss, tx, schedule=schedule, microbatches=4, skip_nonfinite=False).lower(state, given)
     assert predict_memory(program, device="cpu") == predict_memory(lowered, device="cpu")
     found = predict_memory(program.by_stage[state.memory.comms.stage], device="cpu").itemised()
-    return {name: found[name] for name in real}, real
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize(("order", "precision", "optimizer"), CASES)
-def test_a_stage_holds_what_is_predicted(
-    pools: dict[int, Pool], world: int, order: str, precision: str, optimizer: str
-) -> None:
-    for predicted, real in pools[world].run(held, order, precision, optimizer):
-        assert predicted == real
-        assert real["carry_slots"] > 0 and (real["optimizer"] > 0 or optimizer == "sgd")
-
-
-def peak(mesh: Any, order: str, remat: str) -> tuple[int, Memory]:
-    mesh = mesh_of(mesh.size())
-    trace = ya.planner.trace(
-        llama.loss(SMALL_HEAD), llama.params(SMALL_HEAD), tokens(SMALL_HEAD), precision=PRECISIONS["fp32"]
-    )
-    how: dict[str, Any] = {"order": getattr(ya.schedules, order), "stages": ya.schedules.assign(trace, 2), "rows": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "LARGE", 1 << 16)  # as in a run: halves of backwards keep other things
-        return measured(mesh, SMALL_HEAD, remat, 4, **how, precision=PRECISIONS["fp32"])
+    assert {name: found[name] for name in real} == real
+    assert real["carry_slots"] > 0 and (real["optimizer"] > 0 or optimizer == "sgd")
 
 
 PEAKS = [
@@ -104,8 +86,16 @@ PEAKS = [
 """By how much they may be off: what a head keeps between halves of its backward is not known to the byte."""
 
 
+@on_ranks()
 @pytest.mark.parametrize("world", [2, nightly(4)])
 @pytest.mark.parametrize(("order", "remat", "tolerance"), PEAKS)
-def test_the_peak_of_a_stage(pools: dict[int, Pool], world: int, order: str, remat: str, tolerance: float) -> None:
-    for real, predicted in pools[world].run(peak, order, remat):
-        agree(real, predicted, tolerance)
+def test_the_peak_of_a_stage(mesh: Any, order: str, remat: str, tolerance: float) -> None:
+    mesh = mesh_of(mesh.size())
+    trace = ya.planner.trace(
+        llama.loss(SMALL_HEAD), llama.params(SMALL_HEAD), tokens(SMALL_HEAD), precision=PRECISIONS["fp32"]
+    )
+    how: dict[str, Any] = {"order": getattr(ya.schedules, order), "stages": ya.schedules.assign(trace, 2), "rows": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "LARGE", 1 << 16)  # as in a run: halves of backwards keep other things
+        real, predicted = measured(mesh, SMALL_HEAD, remat, 4, **how, precision=PRECISIONS["fp32"])
+    agree(real, predicted, tolerance)

@@ -15,7 +15,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
@@ -75,7 +75,7 @@ def timelines(mesh: Any, order: str) -> list[Timeline]:
         "zero_bubble",
     ],
 )
-def test_simulated_pipelines_are_those_that_run(pools: dict[int, Pool], order: str) -> None:
+def test_simulated_pipelines_are_those_that_run(pools: Pools, order: str) -> None:
     made = built(order)
     simulated = simulate(made, FREE.replace(host_computes=True))
     measured = pools[2].run(timelines, order)

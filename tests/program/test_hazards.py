@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from yafsdp_fn.program.ops import OPS, STREAMS
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -23,14 +21,6 @@ from yafsdp_fn.schedules import (
 )
 
 A, B = ("slot", 0, 0), ("slot", 0, 1)
-
-
-def test_a_reader_waits_for_the_last_writer() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    assert board.use("first writer", "reduce", [], [A]) == []
-    assert board.use("writer", "gather", [], [A]) == ["first writer"]
-    assert board.use("reader", "compute", [A], []) == ["writer"]
-    assert board.use("another reader", "compute", [A], []) == ["writer"]
 
 
 def test_a_writer_waits_for_the_last_reader_of_each_stream() -> None:
@@ -55,21 +45,6 @@ def test_a_stream_runs_in_order_and_waits_for_nothing_of_its_own() -> None:
     board.use("reader", "gather", [A], [])
     assert board.use("next writer", "gather", [A], [A]) == []
     assert board.use("other stream", "compute", [], [A]) == ["next writer"]
-
-
-def test_buffers_are_apart() -> None:
-    board: Scoreboard[str] = Scoreboard()
-    board.use("writer of A", "gather", [], [A])
-    assert board.use("reader of B", "compute", [B], []) == []
-    assert board.use("reader of both", "compute", [A, B], []) == ["writer of A"]
-    assert board.use("writer of both", "gather", [], [A, B]) == ["reader of both"]
-
-
-@pytest.mark.parametrize(("reads", "writes"), [([A], [A]), ([A, A], []), ([], [A, A]), ([A], [A, A])])
-def test_no_use_waits_for_itself(reads: list[tuple[object, ...]], writes: list[tuple[object, ...]]) -> None:
-    board: Scoreboard[str] = Scoreboard()
-    assert board.use("own", "compute", reads, writes) == []
-    assert board.use("next", "gather", [], [A]) == ["own"]
 
 
 def test_forget_and_clear() -> None:

@@ -7,11 +7,6 @@ from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, R
 from yafsdp_fn.schedules.build import merged
 
 
-def test_gathers_for_one_compute_are_one() -> None:
-    visit = Forward(0, (0, 1), keep=True)
-    assert merged([Gather((1,), (0,)), Gather((2,), (1,)), visit]) == (Gather((1, 2), (0, 1)), visit)
-
-
 def test_gathers_for_different_computes_are_not() -> None:
     ops = (Gather((1,), (0,)), Gather((2,), (1,)), Forward(0, (0,), True), Forward(1, (1,), True))
     assert merged(ops) == ops

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.program.traces import layers, model, on, together, trace_of, unit
-from tests.proof.reference import MODES, run
-from tests.proof.symbols import expected
+from tests.program.traces import model, on, together
 from yafsdp_fn.schedules import (
     Backward,
     Forward,
@@ -21,14 +19,12 @@ from yafsdp_fn.schedules import (
     Norm,
     Reduce,
     Schedule,
-    Trace,
     Update,
     alternating_slots,
     ddp,
     fsdp2,
     hpz,
     hsdp,
-    remat,
     verify,
     zero1,
     zero2,
@@ -145,48 +141,6 @@ def test_an_optimizer_is_needed_for_updates() -> None:
 
 
 # ---- every builder on every model
-
-
-BUILDERS: dict[str, tuple[Schedule, str]] = {
-    "ddp": (ddp(), "replicas of the whole"),
-    "zero1": (zero1(), "ranks"),
-    "zero2": (zero2(prefetch=0, remat=remat.every(2)), "ranks"),
-    "zero3": (zero3(), "ranks"),
-    "resident": (zero3(resident=2, prefetch=3), "ranks"),
-    "hsdp": (hsdp(remat=remat.all), "replicas"),
-    "hpz": (hpz(3), "nodes"),
-    "deferred": (zero3(defer=True, prefetch=0, remat=remat.first(1)), "ranks"),
-}
-MODELS: dict[str, Trace] = {
-    "an encoder and a decoder": model(3, 2, stacks=2),
-    "a tied embedding": model(3, 2, tied=True),
-    "a frozen stack": model(2, 2, stacks=2, frozen=True),
-    "a scan of two stacks": together(3, 2),
-    "two stacks by turns": together(4, alternating=True),
-    "scanned twice": model(4, 2, twice=True),
-    "unrolled": model(5, 3, unroll=2, tied=True),
-    "an evaluation": model(3, backward=False),
-    "one unit, three visits": trace_of([unit(0, "a")], [[0]] * 3, 2),
-    "one visit of all": trace_of(layers("a", 3, 0), [[0, 1, 2]]),
-}
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("builder", BUILDERS)
-@pytest.mark.parametrize("which", MODELS)
-def test_every_builder_on_every_model(builder: str, which: str) -> None:
-    schedule, mesh = BUILDERS[builder]
-    program = verify(schedule(on(MODELS[which], mesh)))
-    for mode in MODES:
-        assert run(program, mode) == expected(program)
-
-
-@pytest.mark.parametrize("count", [2, 3, 4])
-def test_stacks_may_be_scanned_in_several_pairings(count: int) -> None:
-    a, b, c = (layers(name, count, k * count) for k, name in enumerate("abc"))
-    pairs = [[x.id, y.id] for left, right in ((a, b), (b, c), (c, a)) for x, y in zip(left, right, strict=True)]
-    for schedule, mesh in BUILDERS.values():
-        verify(schedule(on(trace_of([*a, *b, *c], pairs), mesh)))
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +13,16 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
 from tests.harness.oracle import check_exact
-from tests.harness.pool import Pool
+from tests.harness.pages import blocks, doc
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.program.traces import cut, model
 from tests.steps.staged import test_exact_stages
 from yafsdp_fn.schedules import from_actions, staged, verify, zero3
 
-PAGE = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+PAGE = doc("schedules")
 KINDS = ("layers", "dense", "moe")
-BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+BLOCKS = blocks(PAGE)
 (CUSTOM,) = (block for block in BLOCKS if "def pairs" in block)
 (ORDER,) = (block for block in BLOCKS if "def greedy" in block)
 
@@ -63,13 +63,10 @@ def test_its_refusal_of_stages_is_as_shown() -> None:
     assert str(refused.value) in PAGE
 
 
-def staged_on_ranks(mesh: Any) -> None:
+@on_ranks(2)
+def test_the_order_is_exact_on_ranks(mesh: Any) -> None:
     test_exact_stages.HOW["own"] = test_exact_stages.How(lambda sharding: staged(greedy(), sharding), zero3(defer=True))
     test_exact_stages.check(mesh, "skip", "own", 2, (3,), False)
-
-
-def test_the_order_is_exact_on_ranks(pools: dict[int, Pool]) -> None:
-    pools[2].run(staged_on_ranks)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -109,7 +106,9 @@ def test_every_block_runs_and_its_figures_and_refusal_are_as_shown(
     assert len(offloads) == 5 and [line for line in offloads if f"{line}\n" not in PAGE] == []
 
 
-def on_ranks(mesh: Any) -> list[str]:
+@on_ranks()
+@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3)])
+def test_it_is_exact_on_ranks(mesh: Any) -> None:
     """Exact, in one microbatch and in three, or refused; which are refused."""
     refused = []
     for name in ("base", "tied", "stacks", "twice", "pairs"):
@@ -117,12 +116,7 @@ def on_ranks(mesh: Any) -> list[str]:
             check_exact(mesh, PROBLEMS[name], layers=5, schedules={"pairs": custom()})
         except ya.errors.Refused:
             refused.append(name)
-    return refused
-
-
-@pytest.mark.parametrize("world", [nightly(1), 2, nightly(3)])
-def test_it_is_exact_on_ranks(pools: dict[int, Pool], world: int) -> None:
-    assert pools[world].run(on_ranks)[0] == ["twice", "pairs"]
+    assert refused == ["twice", "pairs"]
 
 
 def test_a_builder_that_does_not_fit_says_so_as_shown() -> None:

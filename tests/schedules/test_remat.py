@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import yafsdp_fn as ya
 from tests.program.traces import model, together
 from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Trace, remat, zero2, zero3
 
@@ -75,10 +74,6 @@ def test_layers_of_all_stacks_count_in_forward_order() -> None:
     assert remat.all(together(2)) == {0, 1}
 
 
-def test_the_default_keeps_every_graph() -> None:
-    assert all(op.keep for op in zero3()(TRACE).ops if isinstance(op, Forward))
-
-
 def offloaded(policy: remat.Remat, trace: Trace = TRACE) -> tuple[list[tuple[str, int, int]], set[int | None]]:
     """The copies of the first microbatch, and the carry slots of all computes."""
     ops = zero3(remat=policy)(trace).ops
@@ -130,7 +125,3 @@ def test_bad_arguments_are_named() -> None:
         remat.offload(3)
     with pytest.raises(TypeError, match=r"remat.offload\(recompute=.*: expected a policy"):
         remat.offload(recompute=remat.offload())
-
-
-def test_public_names() -> None:
-    assert ya.schedules.remat is remat

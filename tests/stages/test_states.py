@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pages import blocks, doc
+from tests.harness.pool import on_ranks
 from tests.harness.problems import base_loss, base_params, pinned
 from tests.stages.states import F64, MESHES, MODELS, grads_of, mesh_of, on_stages, pair, plain, same, scattered
 from tests.steps.staged.models import TWO_STAGES
@@ -42,7 +42,9 @@ def test_a_rank_holds_shards_of_its_own_units(_: Any, model: str, axes: dict[str
 # ---- whole weights
 
 
-def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "axes"), [MESHES[0], MESHES[3]], ids=str)
+def test_whole_layers_come_from_their_stages(_: Any, axes: dict[str, int], tmp_path: Path) -> None:
     params = MODELS["pinned"]()
     state, other = pair(params, None, axes)
     adapted = [each.params for each in pair(MODELS["lora"](), None, axes)]
@@ -68,8 +70,8 @@ def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
     def name(path: str, layer: int | None) -> str:
         return path if layer is None else f"{path}.{layer}"
 
-    ya.checkpoint.save_named(folder, state.params, name)
-    lazy = ya.checkpoint.load_named(folder, params, name)
+    ya.checkpoint.save_named(tmp_path / "named", state.params, name)
+    lazy = ya.checkpoint.load_named(tmp_path / "named", params, name)
     loads: list[str] = []
 
     def counted(leaf: Any) -> Any:
@@ -84,11 +86,6 @@ def whole_weights(_: Any, axes: dict[str, int], folder: Path) -> None:
     assert ya.checksum(again) == ya.checksum(state)
     own = [again.memory.of_unit[unit] for unit in again.memory.held]
     assert len(loads) <= sum(len(g.layout.names) * (g.layout.shapes[0][0] if g.pinned else 1) for g in own)
-
-
-def test_whole_layers_come_from_their_stages(pools: Pools, tmp_path: Path) -> None:
-    for number, (world, axes) in enumerate((MESHES[0], MESHES[3])):
-        pools[world].run(whole_weights, axes, tmp_path / str(number))
 
 
 # ---- refusals
@@ -139,9 +136,9 @@ def test_what_cannot_be_right_is_refused_by_name(_: Any) -> None:
 
 @on_ranks(2)
 def test_the_page(mesh: Any) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "stages.md").read_text()
+    text = doc("stages")
     names: dict[str, Any] = {}
-    for block in re.findall(r"```python\n(.*?)```", text, re.S):
+    for block in blocks(text):
         exec(block, names)
     state = names["state"]
     assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held

@@ -11,11 +11,12 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.harness import small
+from tests.harness.pages import blocks
 from tests.timeline import trace_events
 from yafsdp_fn.planner import CLUSTERS, simulate
 
 PAGE = Path(__file__).parents[2] / "docs" / "timeline.md"
-MEASURED, PREDICTED, BOTH = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+MEASURED, PREDICTED, BOTH = blocks(PAGE.read_text())
 
 
 def test_measured_and_beside_a_prediction(

@@ -7,18 +7,16 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.abstract import step_of
 
 
 @pytest.fixture(scope="module")
 def timeline() -> ya.timeline.Timeline:
     config = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
-    tokens = torch.empty(1, 8, dtype=torch.long, device="meta")
-    batch = {"tokens": tokens, "targets": tokens}
-    trace = ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=8, tx=ya.optim.adamw(1e-3))
+    trace = ya.planner.trace(*step_of(config, 1, 8), ranks=8, tx=ya.optim.adamw(1e-3))
     return ya.planner.simulate(ya.schedules.zero3()(trace), "a100-80g")
 
 

@@ -13,8 +13,9 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness import small
+from tests.harness.gpu import on_gpu
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, base_loss, base_params
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update
 from yafsdp_fn.timeline import Timeline, record
@@ -83,38 +84,32 @@ def steps_of(mesh: Mesh, schedule: str, problem: str, **options: Any) -> tuple[l
     return list(recording.timelines), program
 
 
-def three_microbatches(mesh: Mesh, schedule: str, problem: str) -> tuple[list[Timeline], Program]:
-    return steps_of(mesh, schedule, problem, microbatches=3)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_two_ranks(pools: dict[int, Pool], schedule: str) -> None:
-    outcomes = pools[2].run(three_microbatches, schedule, "tied" if schedule == "zero3" else "base")
-    for rank, (timelines, program) in enumerate(outcomes):
-        assert len(timelines) == 3
-        for timeline, missing in zip(timelines, (program.carried(), {}, {}), strict=True):
-            check(timeline, f"measured, rank {rank} of 2")
-            check_program(timeline, program)
-            before = [(span.number, span.op) for span in timeline.spans if span.number < 0]
-            gathers = [Gather((unit,), (slot,)) for slot, unit in missing.items()]
-            assert before == list(enumerate(gathers, -len(gathers)))
-        assert bool(program.carried()) == ("update" in schedule)
+def test_two_ranks(mesh: Mesh, schedule: str) -> None:
+    timelines, program = steps_of(mesh, schedule, "tied" if schedule == "zero3" else "base", microbatches=3)
+    assert len(timelines) == 3
+    for timeline, missing in zip(timelines, (program.carried(), {}, {}), strict=True):
+        check(timeline, f"measured, rank {mesh.get_rank()} of 2")
+        check_program(timeline, program)
+        before = [(span.number, span.op) for span in timeline.spans if span.number < 0]
+        gathers = [Gather((unit,), (slot,)) for slot, unit in missing.items()]
+        assert before == list(enumerate(gathers, -len(gathers)))
+    assert bool(program.carried()) == ("update" in schedule)
 
 
-def replicas(_: Mesh) -> tuple[list[Timeline], Program]:
-    return steps_of(ya.mesh(replicate=2, device="cpu"), "zero3", "base", donate=False)
-
-
-def test_replicas_that_hold_it_all(pools: dict[int, Pool]) -> None:
+@on_ranks(2)
+def test_replicas_that_hold_it_all(mesh: Mesh) -> None:
     """Ops with nothing to do have no span, and the others keep their numbers."""
-    timelines, program = pools[2].run(replicas)[1]
-    check(timelines[-1], "measured, rank 1 of 2")
+    timelines, program = steps_of(ya.mesh(replicate=2, device="cpu"), "zero3", "base", donate=False)
+    check(timelines[-1], f"measured, rank {mesh.get_rank()} of 2")
     ran = [(k, op) for k, op in enumerate(program.ops) if not isinstance(op, Gather | Reduce)]
     assert any(isinstance(op, AllReduce) for _, op in ran)
     assert [(span.number, span.op) for span in timelines[-1].spans[: len(ran)]] == ran
 
 
-def outside(mesh: Mesh) -> list[Any]:
+@on_ranks(2)
+def test_updates_follow_the_gradient_they_use(mesh: Mesh) -> None:
     """Gradients and their update, an evaluation between them, and a step on a plain state."""
     rank = torch.distributed.get_rank()
     state = ya.init(base_params(2), TX, mesh=mesh)
@@ -125,11 +120,7 @@ def outside(mesh: Mesh) -> list[Any]:
             evaluate(state, batch_of(rank))
             state = state.apply_gradients(grads, TX)
     state = state.apply_gradients(gradient(state.params, batch_of(rank)), TX)
-    return list(recording.timelines)
-
-
-def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
-    timelines = pools[2].run(outside)[0]
+    timelines = list(recording.timelines)
     assert len(timelines) == 4
     for timeline in timelines:
         check(timeline, timeline.title)
@@ -137,7 +128,8 @@ def test_updates_follow_the_gradient_they_use(pools: dict[int, Pool]) -> None:
     assert [any(isinstance(span.op, Backward) for span in t.spans) for t in timelines] == [True, False] * 2
 
 
-def slow_gathers(mesh: Mesh) -> Timeline:
+@on_ranks(2)
+def test_spans_last_as_long_as_the_work(mesh: Mesh) -> None:
     from yafsdp_fn.communication import flat
 
     gather_into = flat.gather_into
@@ -148,11 +140,7 @@ def slow_gathers(mesh: Mesh) -> Timeline:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "gather_into", late)
-        return steps_of(mesh, "zero3", "base")[0][-1]
-
-
-def test_spans_last_as_long_as_the_work(pools: dict[int, Pool]) -> None:
-    timeline = pools[2].run(slow_gathers)[0]
+        timeline = steps_of(mesh, "zero3", "base")[0][-1]
     gathers = [span for span in timeline.spans if isinstance(span.op, Gather)]
     assert all(span.seconds >= 0.004 for span in gathers)
     first, *_ = timeline.idle()
@@ -268,8 +256,7 @@ def test_errors() -> None:
         recording.timeline()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_one_gpu() -> None:
     state = ya.init(small.model(), TX, mesh=ya.mesh(device="cuda"))
     step = ya.train_step(small.loss, TX)

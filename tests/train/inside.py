@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import pytest
 
 import models
 from models import llama
+from tests.harness.pool import Pools
 from train import clm, sft
 from train.data.rows import Batch, Reader
 from train.running import loop, run, together
@@ -61,6 +63,30 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
         "--device": "cpu",
     }
     return (*(str(part) for pair in base.items() for part in pair), *more)
+
+
+def without(argv: Sequence[str], *names: str) -> tuple[str, ...]:
+    """The flags but for these and their values."""
+    kept = list(argv)
+    for name in names:
+        at = kept.index(name)
+        del kept[at : at + 2]
+    return tuple(kept)
+
+
+def lines(folder: Path, name: str = "a", file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """What a run has written, a line each."""
+    return [json.loads(line) for line in (folder / "runs" / name / file).read_text().splitlines()]
+
+
+def losses(folder: Path, name: str = "a") -> list[float]:
+    return [line["loss"] for line in lines(folder, name) if "loss" in line]
+
+
+def fine(ranks: list[Run]) -> list[Run]:
+    """Expects no error of any rank."""
+    assert [one.error for one in ranks] == [""] * len(ranks), ranks
+    return ranks
 
 
 @contextlib.contextmanager
@@ -113,6 +139,27 @@ def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook
         finally:
             patch.undo()
     return Run(error, err.getvalue(), read)
+
+
+class Runs(NamedTuple):
+    """Runs named `a`, in one folder, on a text of 200 windows.
+
+    by: what ranks run; given: what that takes besides the flags, as a hook
+    """
+
+    pools: Pools
+    folder: Path
+
+    @property
+    def path(self) -> Path:
+        return self.folder / "runs" / "a"
+
+    def __call__(self, ranks: int, *more: str, by: Any = inside, given: tuple[Any, ...] = ()) -> list[Any]:
+        return self.pools[ranks].run(by, flags(self.folder, *more), *given)
+
+    def fine(self, ranks: int, *more: str, **how: Any) -> list[Run]:
+        """Expects no error of any rank."""
+        return fine(self(ranks, *more, **how))
 
 
 class Killed(Exception):

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.harness.forked import Forked
+from tests.harness.pages import ROOT
 from train.launch import command as launch
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Ended(NamedTuple):

@@ -11,7 +11,7 @@ import pytest
 import models
 import yafsdp_fn as ya
 from models import mixtral
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train import inside
 from tests.train.test_stages import flags, numbers, texts
 from train import export, sample
@@ -28,7 +28,7 @@ def spread(_: Any, argv: tuple[str, ...], sizes: dict[str, int], *more: Any) -> 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("moves", [False, True])
-def test_a_run_over_axes_is_that_of_one_rank(pools: dict[int, Pool], tmp_path: Path, moves: bool) -> None:
+def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves: bool) -> None:
     """moves: it goes on with other ranks, and across stages"""
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
     steps = ("--steps", "8")
@@ -81,7 +81,7 @@ def mixture(_: Any, argv: tuple[str, ...], sizes: dict[str, int], experts: int =
     "more",
     [pytest.param((), id="all that come"), pytest.param(("--capacity", "0.75"), id="slots")],
 )
-def test_experts_over_an_axis_train_as_without(pools: dict[int, Pool], tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_experts_over_an_axis_train_as_without(pools: Pools, tmp_path: Path, more: tuple[str, ...]) -> None:
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
     for run in pools[2].run(mixture, flags(alone, *MIXTRAL, *more), {"shard": 2}):
         assert not run.error, run
@@ -92,7 +92,7 @@ def test_experts_over_an_axis_train_as_without(pools: dict[int, Pool], tmp_path:
         assert len(values) > 2 and found[key] == pytest.approx(values, rel=1e-4), key
 
 
-def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_what_cannot_be_is_refused_by_name(pools: Pools, tmp_path: Path) -> None:
     folder = texts(tmp_path / "axes")
     (alone,) = pools[1].run(inside.inside, flags(folder, "--mesh.tensor", "2"))
     assert "mesh.tensor is 2: 1 rank(s) do not divide into so many" in alone.error

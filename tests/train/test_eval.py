@@ -16,7 +16,7 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import qwen3
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from train import evaluate
 from train.config import ConfigError
 from train.data.tokenizer import Bytes
@@ -95,7 +95,7 @@ def measured(mesh: Any) -> Found:
     return Found(found, expected, of_texts, whole, scores, dog, told)
 
 
-def test_scores_are_those_of_whole_sequences_on_one_rank_and_on_two(pools: dict[int, Pool]) -> None:
+def test_scores_are_those_of_whole_sequences_on_one_rank_and_on_two(pools: Pools) -> None:
     (alone,), (first, second) = pools[1].run(measured), pools[2].run(measured)
     for found in (alone, first, second):
         assert [each.nats for each in found.parts] == pytest.approx(found.expected, abs=1e-4)
@@ -180,7 +180,7 @@ def test_generation_ends_before_what_it_is_to_end_with() -> None:
     assert cut != whole
 
 
-def test_what_is_shown(pools: dict[int, Pool]) -> None:
+def test_what_is_shown(pools: Pools) -> None:
     found = json.loads(pools[1].run(shown, "--json")[0])
     assert found["model"] == "it" and set(found["text"]) == {"a", "b", "all"}
     assert found["choices"]["q.jsonl"]["questions"] == 3

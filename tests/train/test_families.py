@@ -13,8 +13,8 @@ import pytest
 import models
 from models import gpt2, mixtral
 from tests.harness.marks import by_day
-from tests.harness.pool import Pool
-from tests.train.inside import Run, flags, inside, text
+from tests.harness.pool import Pools
+from tests.train.inside import Run, flags, inside, lines, text
 from train import sample
 from train.trained import loaded
 
@@ -44,14 +44,13 @@ def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[
 
 
 @pytest.mark.parametrize("model", by_day(TINY, "tiny-mixtral"))
-def test_a_family_is_trained_and_sampled(pools: dict[int, Pool], tmp_path: Path, model: str) -> None:
+def test_a_family_is_trained_and_sampled(pools: Pools, tmp_path: Path, model: str) -> None:
     (tmp_path / "heldout.txt").write_text(text(tmp_path, 200).read_text())
     more = ("--data.heldout-files", str(tmp_path / "heldout.txt"), "--eval-every", "6", "--eval-batches", "2")
     (first, said), (second, silent) = pools[2].run(trained, tmp_path, model, *more)
     assert first.error == second.error == "" and silent == []
     assert json.loads(said[0])["prompt"] == "def " and len(json.loads(said[0])["tokens"]) <= 4
-    lines = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
-    heldout = [line for line in lines if "eval_loss" in line]
+    heldout = [line for line in lines(tmp_path) if "eval_loss" in line]
     assert [line["step"] for line in heldout] == [0, 6, 12]
     assert heldout[-1]["eval_loss"] < heldout[0]["eval_loss"]
     for line in heldout:
@@ -62,7 +61,7 @@ def test_a_family_is_trained_and_sampled(pools: dict[int, Pool], tmp_path: Path,
             assert line.keys() == {"step", "eval_loss"}
 
 
-def test_more_positions_than_there_are_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_more_positions_than_there_are_is_refused(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 200)
     ((run, _),) = pools[1].run(trained, tmp_path, "tiny-gpt2", "--data.seq-len", "65")
     assert "ConfigError: data.seq_len is 65: model tiny-gpt2 has 64 positions" in run.error

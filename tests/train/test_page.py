@@ -21,7 +21,7 @@ import yafsdp_fn as ya
 from tests.harness import hostile
 from tests.harness.browser import CHROMIUM, Browser, served
 from tests.harness.calibration import brief
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.inside import flags, inside, text
 from train.page.chart import COLUMNS, Line, axis, chart, medians, number, size, thinned
 from train.page.command import main
@@ -37,7 +37,7 @@ def briefly(mesh: Any, argv: tuple[str, ...]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run on two ranks that recorded a step and measured its machine; and of the same run without either."""
     base = tmp_path_factory.mktemp("page")
     text(base, 200)

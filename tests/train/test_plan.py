@@ -145,12 +145,6 @@ def test_what_does_not_fit_is_shown_and_is_an_error(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.nightly
-def test_search(capsys: pytest.CaptureFixture[str]) -> None:
-    base, found = planned(capsys), planned(capsys, "--search")
-    assert found["step_s"] < base["step_s"] and found["fits"]
-
-
-@pytest.mark.nightly
 def test_for_people(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     picture = tmp_path / "step.svg"
     assert main([*SMALL, "--search", "--synthesize", "1", "--timeline", str(picture)]) == 0

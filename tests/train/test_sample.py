@@ -15,7 +15,7 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.models.theirs import their_model
 from train import sample
 from train.config import ConfigError
@@ -132,9 +132,7 @@ def spoken(mesh: Any, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
-def test_a_directory_speaks_as_transformers_has_it_on_one_rank_and_on_two(
-    pools: dict[int, Pool], directory: Path
-) -> None:
+def test_a_directory_speaks_as_transformers_has_it_on_one_rank_and_on_two(pools: Pools, directory: Path) -> None:
     import transformers
 
     prompts = ["the dog", "over the lazy fox and so"]

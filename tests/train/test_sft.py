@@ -19,9 +19,9 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.data.test_sources import Numbered
-from tests.train.inside import TINY, WINDOW, Run, flags, inside, killed, text, tiny, tuned
+from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, text, tiny, tuned, without
 from train import export, sample
 from train.config import Chats, ConfigError
 from train.config_json import from_json
@@ -91,9 +91,7 @@ def by_hand(kind: str, folder: Path) -> tuple[float, list[Tensor]]:
 
 
 @pytest.mark.parametrize("kind", ["sft", "packed"])
-def test_the_loss_is_the_mean_over_what_counts_however_it_is_cut(
-    pools: dict[int, Pool], tmp_path: Path, kind: str
-) -> None:
+def test_the_loss_is_the_mean_over_what_counts_however_it_is_cut(pools: Pools, tmp_path: Path, kind: str) -> None:
     """In float64, on two ranks, against documents one by one: no prompt's target and no padding counts, and nobody sees
     another document."""
     expected, gradient = by_hand(kind, tmp_path)
@@ -118,20 +116,12 @@ def talks(folder: Path, count: int = 120) -> str:
 
 def chat_flags(folder: Path, *more: str) -> tuple[str, ...]:
     """As of a run on text, with conversations in its place."""
-    argv = list(flags(folder))
-    for name in ("--data.files", "--model", "--name"):
-        at = argv.index(name)
-        del argv[at : at + 2]
+    argv = without(flags(folder), "--data.files", "--model", "--name")
     return (*argv, "--name", "b", "--data.datasets", talks(folder), *more)
 
 
-def fine(ranks: list[Run]) -> list[Run]:
-    assert [one.error for one in ranks] == [""] * len(ranks), ranks
-    return ranks
-
-
 @pytest.fixture(scope="module")
-def base(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(pools: Pools, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs/a, of clm."""
     folder = tmp_path_factory.mktemp("base")
     text(folder, 100)
@@ -139,15 +129,8 @@ def base(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def losses(folder: Path, name: str) -> list[float]:
-    lines = (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines if '"loss"' in line]
-
-
 @pytest.mark.nightly
-def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
-    pools: dict[int, Pool], base: Path
-) -> None:
+def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(pools: Pools, base: Path) -> None:
     argv = chat_flags(base, "--optim.learning-rate", "0.01", "--data.seq-len", "12", "--data.batch", "1")
     two = pools[2].run(tuned, (*argv, "--steps", "40"), killed, 12)
     assert {one.error for one in two} == {"Killed: "}
@@ -165,16 +148,12 @@ def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
 
 @pytest.mark.parametrize(("world", "batch"), [nightly(1, 2), (2, 1)])
 def test_a_small_file_trains_as_it_is_and_says_so(
-    pools: dict[int, Pool], base: Path, tmp_path: Path, world: int, batch: int
+    pools: Pools, base: Path, tmp_path: Path, world: int, batch: int
 ) -> None:
     """Two rows, and nothing held out: a step reads what there is, and nothing is evaluated."""
     given = chat_flags(base, "--data.seq-len", "12", "--steps", "20", "--name", f"small{world}")
-    argv = list(given)
-    for name in ("--data.batch", "--eval-every"):
-        at = argv.index(name)
-        del argv[at : at + 2]
-    argv[argv.index("--data.datasets") + 1] = talks(tmp_path, 3)
-    fine(pools[world].run(tuned, tuple(argv)))
+    argv = without(given, "--data.batch", "--eval-every", "--data.datasets")
+    fine(pools[world].run(tuned, (*argv, "--data.datasets", talks(tmp_path, 3))))
     config = from_json(base / "runs" / f"small{world}" / "config.json", Tuning)
     assert (config.data.batch, config.eval_every) == (batch, 0)
     rows = [Conversations.of("text", [source], Bytes(), ByteChat(), 24, tmp_path) for source in (Talks(), Quiet())]
@@ -220,7 +199,7 @@ def asked(mesh: Any, folder: Path) -> str:
     return out.getvalue()
 
 
-def test_adapters_and_hugging_face_directories(pools: dict[int, Pool], base: Path, tmp_path: Path) -> None:
+def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_path: Path) -> None:
     """clm -> adapters -> a directory -> all weights -> a sample: each begins with the weights of the one before."""
     more = ("--optim.learning-rate", "0.01", "--data.seq-len", str(3 * WINDOW), "--steps", "3", "--eval-every", "0")
     adapters = ("--lora.rank", "2", "--lora.where", "q_proj.weight", "down_proj.weight", "--lora.stored", "int8")

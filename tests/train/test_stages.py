@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train import inside
 from train.config import ConfigError, Mesh, Sharding
 from train.settings import Config
@@ -29,7 +28,7 @@ def flags(folder: Path, *more: str) -> tuple[str, ...]:
 
 
 def numbers(folder: Path) -> dict[str, list[float]]:
-    lines = [json.loads(line) for line in (folder / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    lines = inside.lines(folder)
     return {key: [line[key] for line in lines if key in line] for key in ("loss", "eval_loss", "grad_norm")}
 
 
@@ -48,9 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_run_across_stages_is_that_of_one_rank(
-    pools: dict[int, Pool], folder: Path, tmp_path: Path, order: str
-) -> None:
+def test_a_run_across_stages_is_that_of_one_rank(pools: Pools, folder: Path, tmp_path: Path, order: str) -> None:
     alone = texts(tmp_path / "alone")
     (one,) = pools[1].run(inside.inside, flags(alone))
     assert not one.error, one
@@ -69,7 +66,7 @@ def test_a_run_across_stages_is_that_of_one_rank(
     assert not on.error and len(numbers(folder)["loss"]) == 14, on
 
 
-def test_what_cannot_be_is_refused_by_name(pools: dict[int, Pool], folder: Path) -> None:
+def test_what_cannot_be_is_refused_by_name(pools: Pools, folder: Path) -> None:
     (alone,) = pools[1].run(inside.inside, flags(folder, "--mesh.stage", "2"))
     assert "ConfigError: mesh.stage is 2: 1 rank(s) do not divide into so many stages" in alone.error
     for run in pools[3].run(staged, flags(folder, "--mesh.stage", "3", "--mesh.order", "v_shaped")):

@@ -19,9 +19,10 @@ from benchmarks.cuda.gpu import Line, Row, Setting
 from benchmarks.cuda.sides import Plain
 from benchmarks.emulated import emulate
 from models import llama
+from tests.harness.child_process import InChild, in_child_process
+from tests.harness.gpu import on_gpu
 from yafsdp_fn.planner.cluster import A100
 
-InChild = Callable[..., Any]
 CPU = Setting("cpu")
 
 
@@ -66,8 +67,9 @@ def both_ways(name: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", ["llama3.2-1b", "llama3-8b"], ids=["tied", "untied"])
-def test_the_plain_module_trains_the_same_weights_alike(in_child: InChild, name: str) -> None:
-    apart, loss = in_child(both_ways, name)
+@in_child_process
+def test_the_plain_module_trains_the_same_weights_alike(name: str) -> None:
+    apart, loss = both_ways(name)
     assert apart < 1e-4 and loss < 1e-3  # two steps of Adam at 1e-4; bf16 blocks
 
 
@@ -75,8 +77,9 @@ def test_the_plain_module_trains_the_same_weights_alike(in_child: InChild, name:
 
 
 @pytest.mark.nightly
-def test_a_published_row_beside_fsdp2(in_child: InChild) -> None:
-    found = in_child(last, emulated.run, CPU, "llama3-8b/64")
+@in_child_process
+def test_a_published_row_beside_fsdp2() -> None:
+    found = last(emulated.run, CPU, "llama3-8b/64")
     part = found["network"]
     assert part["communication over compute, here"] == pytest.approx(part["communication over compute, published"])
     waiting, depths = found["waiting"], found["depths"]
@@ -130,9 +133,10 @@ def test_published_rows_and_their_depths() -> None:
     assert gpu.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
 
 
-def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
-    """Of each contender's module after a turn and a step: whether reductions have a group of their own, their buffers,
-    and how many layers the first one gathers ahead in forward, the last one in backward."""
+@in_child_process
+def test_fsdp2_is_set_as_its_names_say() -> None:
+    """Each contender's module after a turn and a step: whether reductions have a group of their own, their buffers, and
+    how many layers the first one gathers ahead in forward, the last one in backward."""
     config, out = dataclasses.replace(CPU.config("llama3-8b"), layers=4), []
     with emulate(gpu.free(), 8):
         made = sides.build_fsdp2(config, init_device_mesh("cpu", (8,)), CPU, recompute=0)
@@ -146,26 +150,22 @@ def settings_of_fsdp2() -> list[tuple[bool, int, int, int]]:
             buffers = getattr(root._comm_ctx, "reduce_scatter_max_input_buffers", 1)
             ahead = len(first._states_to_forward_prefetch), len(last._states_to_backward_prefetch)
             out.append((separate, buffers, *ahead))
-    return out
-
-
-def test_fsdp2_is_set_as_its_names_say(in_child: InChild) -> None:
     expected = [(False, 1, 1, 1), (False, 1, 2, 2), (True, 2, 2, 2)]
-    assert in_child(settings_of_fsdp2) == expected[: len(sides.settings())]
+    assert out == expected[: len(sides.settings())]
 
 
 # ---- memory
 
 
-def test_memory(in_child: InChild) -> None:
+@in_child_process
+def test_memory() -> None:
     name = "7B, rank 0 of 64, seq 2048"
-    found = in_child(last, memory.run, CPU, name)[name]
+    found = last(memory.run, CPU, name)[name]
     assert abs(found["error"]) < 0.05  # a few buffers of 8 KiB count, of models this small
     assert sum(found["items"].values()) == found["predicted_bytes"]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@on_gpu
 @pytest.mark.parametrize(
     ("section", "args"),
     [

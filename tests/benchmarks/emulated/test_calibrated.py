@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,8 +10,8 @@ import pytest
 from benchmarks.emulated import emulate
 from tests.benchmarks.emulated.toy import cluster
 from tests.harness.calibration import LITTLE
+from tests.harness.child_process import in_child_process
 from yafsdp_fn.lab.calibrate import SIZES, calibrate
-from yafsdp_fn.planner import Cluster
 
 FEW = {"cpu": LITTLE._replace(large=SIZES["cpu"].large)}
 """Sizes of what is no link: on this clock it takes no time, so that all of it is repeated as often as may be."""
@@ -40,17 +38,14 @@ class Clock:
         return condition
 
 
-def measured() -> Cluster:
+@in_child_process
+def test_links_are_found() -> None:
     clock = Clock()
     with (
         patch.multiple("yafsdp_fn.lab.calibrate", time=clock, SIZES=FEW),
         patch.multiple("benchmarks.emulated.lanes", time=clock, threading=clock),
         emulate(KNOWN, 16),
     ):
-        return calibrate(device="cpu", per_node=8)
-
-
-def test_links_are_found(in_child: Callable[..., Any]) -> None:
-    found = in_child(measured)
+        found = calibrate(device="cpu", per_node=8)
     for name in ("node_bandwidth", "network_bandwidth", "node_latency", "network_latency"):
         assert getattr(found, name) == pytest.approx(getattr(KNOWN, name), rel=0.02), (name, found)

@@ -16,14 +16,12 @@ import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from tests.benchmarks.emulated.test_training import RATE, module
 from tests.benchmarks.emulated.toy import UNIT_BYTES, Loss, batch, cluster, params
+from tests.harness.child_process import InChild
+from tests.harness.gpu import ON_GPU
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA"),
-]
+pytestmark = ON_GPU
 SECONDS = 0.2
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="no triton")
-InChild = Callable[..., Any]
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 

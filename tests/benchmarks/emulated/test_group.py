@@ -17,16 +17,17 @@ from torch import Tensor
 from benchmarks.emulated import emulate
 from benchmarks.emulated.group import gathered, place
 from tests.benchmarks.emulated.toy import UNIT_BYTES, cluster
+from tests.harness.child_process import in_child_process
 from yafsdp_fn.communication import agreement
 from yafsdp_fn.communication.collectives import RankGroup as Collectives
 from yafsdp_fn.planner.cluster import CollectiveRanks
 
 RANKS, RANK = 4, 1
-InChild = Callable[..., Any]
 
 
-def contents() -> dict[str, Tensor]:
-    """Of every collective, as rank 1 of 4."""
+@in_child_process
+def test_what_collectives_leave() -> None:
+    """As rank 1 of 4."""
     found: dict[str, Tensor] = {}
     with emulate(cluster(1e-4), RANKS, RANK):
         mine, full = torch.tensor([1.0, 2.0]), torch.arange(1.0, 9.0)
@@ -72,11 +73,6 @@ def contents() -> dict[str, Tensor]:
         dist.barrier()
     assert not dist.is_initialized()
     assert not any("emulated" in thread.name for thread in threading.enumerate())
-    return found
-
-
-def test_what_collectives_leave(in_child: InChild) -> None:
-    found = in_child(contents)
     full = torch.arange(1.0, 9.0).view(RANKS, 2)
     repeated = torch.tensor([1.0, 2.0]).expand(RANKS, 2)
     expected = {
@@ -105,8 +101,9 @@ def test_what_collectives_leave(in_child: InChild) -> None:
         assert torch.equal(found[name], value), (name, found[name], value)
 
 
-def order() -> None:
-    """A group's collectives end one after the other; groups on one link slow each other down."""
+@in_child_process
+def test_collectives_of_a_group_follow_each_other() -> None:
+    """They end one after the other; groups on one link slow each other down."""
     seconds, begun = 0.05, threading.Event()
 
     def held(*args: Any) -> None:
@@ -129,11 +126,8 @@ def order() -> None:
             assert time.perf_counter() - begin >= len(use) * seconds * 63 / 64
 
 
-def test_collectives_of_a_group_follow_each_other(in_child: InChild) -> None:
-    in_child(order)
-
-
-def errors() -> dict[str, str]:
+@in_child_process
+def test_errors() -> None:
     """What each misuse says."""
     found: dict[str, str] = {}
 
@@ -171,11 +165,6 @@ def errors() -> dict[str, str]:
     found["repr of ended"] = repr(emulation)
     note("late", dist.all_reduce, value, group=whole)
     note("ended", dist.init_process_group, "emulated", store=dist.HashStore(), rank=0, world_size=1)
-    return found
-
-
-def test_errors(in_child: InChild) -> None:
-    found = in_child(errors)
     alone = "NotImplementedError: the emulated backend has no send and no receive"
     expected = {
         "rank": "ValueError: emulate: rank 4 of 4; expected 0 <= rank < ranks",

@@ -31,24 +31,6 @@ def test_two_groups_share_a_link_evenly() -> None:
     assert (short.ended, long.ended) == (pytest.approx(3.0), pytest.approx(5.0))
 
 
-def test_latencies_and_different_links_are_not_shared() -> None:
-    links = Links()
-    phases = ([Phase("node", 2.0)], [Phase("network", 2.0)], [Phase("latency", 2.0)], [Phase("latency", 2.0)])
-    every = [links.submit(group, of) for group, of in enumerate(phases)]
-    links.advance(3.0)
-    assert [transfer.ended for transfer in every] == [pytest.approx(2.0)] * 4
-
-
-def test_a_group_does_one_at_a_time_and_goes_on_without_a_gap() -> None:
-    links = Links()
-    first, nothing, last = (links.submit("group", of) for of in ([Phase("node", 1.0)], [], [Phase("node", 1.0)]))
-    links.advance(5.0)  # whoever looks comes late
-    assert [first.ended, nothing.ended, last.ended] == [pytest.approx(at) for at in (1.0, 1.0, 2.0)]
-    assert links.submit("group", [Phase("node", 1.0)]).ended is None
-    links.advance(6.5)
-    assert links.next_end() == float("inf")
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_the_simulation_has_the_same_model(seed: int) -> None:
     """Streams without waits are groups that were given all their collectives at once."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from benchmarks.emulated.group import EmulatedGroup
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
+from tests.harness.child_process import in_child_process
 from yafsdp_fn.planner.cluster import Phase
 from yafsdp_fn.planner.simulate import OpTask, run, tasks
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce
@@ -137,10 +138,9 @@ def by_stream(timeline: Timeline) -> dict[str, list[int]]:
 @pytest.mark.sampled
 @pytest.mark.parametrize("speed", SPEEDS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_simulated_steps_are_those_of_the_emulated_cluster(
-    in_child: Callable[..., Any], schedule: str, speed: str
-) -> None:
-    measured, simulated, todo, meetings, unmet = in_child(steps, schedule, SPEEDS[speed])
+@in_child_process
+def test_simulated_steps_are_those_of_the_emulated_cluster(schedule: str, speed: str) -> None:
+    measured, simulated, todo, meetings, unmet = steps(schedule, SPEEDS[speed])
     assert meetings > 8 and not unmet
     order = by_stream(simulated)
     before = {two: one for numbers in order.values() for one, two in zip([None, *numbers], numbers, strict=False)}

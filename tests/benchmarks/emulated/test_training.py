@@ -17,10 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 import yafsdp_fn as ya
 from benchmarks.emulated import emulate
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
+from tests.harness.child_process import in_child_process
 from yafsdp_fn.schedules import Gather, Reduce
 
 RANKS, STEPS, RATE, E = 64, 4, 0.5, 64
-InChild = Callable[..., Any]
 
 
 def module() -> nn.Sequential:
@@ -71,7 +71,9 @@ def tied_module(ranks: int) -> list[float]:
     return tied(loss, list(model.parameters()), ranks)
 
 
-def fsdp2(sizes: tuple[int, ...]) -> tuple[list[float], Tensor]:
+@pytest.mark.parametrize("sizes", [(64,), (8, 8)])
+@in_child_process
+def test_fsdp2_trains_the_model_whose_shards_are_alike(sizes: tuple[int, ...]) -> None:
     with emulate(cluster(1e-3), RANKS):
         names = ("replicate", "shard")[-len(sizes) :]
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -81,24 +83,16 @@ def fsdp2(sizes: tuple[int, ...]) -> tuple[list[float], Tensor]:
         fully_shard(model, mesh=mesh)
         losses = steps(model)
         weight: Any = model[0][0].weight
-        return losses, weight.full_tensor().detach()
-
-
-@pytest.mark.parametrize("sizes", [(64,), (8, 8)])
-def test_fsdp2_trains_the_model_whose_shards_are_alike(in_child: InChild, sizes: tuple[int, ...]) -> None:
-    losses, whole = in_child(fsdp2, sizes)
+        whole = weight.full_tensor().detach()
     assert losses == pytest.approx(tied_module(sizes[-1]), rel=1e-4)
     rows = whole.view(sizes[-1], -1)
     assert torch.equal(rows, rows[:1].expand_as(rows))
 
 
-def ddp() -> list[float]:
+@in_child_process
+def test_ddp_trains_as_on_one_rank() -> None:
     with emulate(cluster(1e-3), RANKS):
-        return steps(DistributedDataParallel(module()))
-
-
-def test_ddp_trains_as_on_one_rank(in_child: InChild) -> None:
-    losses = in_child(ddp)
+        losses = steps(DistributedDataParallel(module()))
     assert losses == pytest.approx(steps(module()), rel=1e-5) and losses[-1] < 0.9 * losses[0]
 
 
@@ -112,8 +106,9 @@ SCHEDULES: dict[str, tuple[dict[str, int], ya.schedules.Schedule, int, ya.Precis
 }
 
 
-def ours(name: str) -> tuple[Any, list[float], dict[str, int], int, int]:
-    """The first weights; losses; the collectives of the last step; the gathers and reductions of the program."""
+@pytest.mark.parametrize("name", SCHEDULES)
+@in_child_process
+def test_ours_trains_the_model_whose_shards_are_alike(name: str) -> None:
     mesh_of, schedule, microbatches, precision = SCHEDULES[name]
     tx = ya.optim.sgd(RATE)
     with emulate(cluster(1e-3), RANKS) as emulation:
@@ -133,12 +128,6 @@ def ours(name: str) -> tuple[Any, list[float], dict[str, int], int, int]:
         issued = emulation.issued - before
         state.memory.comms.must_agree("a text", {"part": "text"})
     assert not dist.is_initialized()
-    return first, losses, dict(issued), program.count(Gather), program.count(Reduce)
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ours_trains_the_model_whose_shards_are_alike(in_child: InChild, name: str) -> None:
-    first, losses, issued, gathers, reductions = in_child(ours, name)
     embed, head, layers = first
 
     def loss(weights: list[Tensor]) -> Tensor:
@@ -150,6 +139,6 @@ def test_ours_trains_the_model_whose_shards_are_alike(in_child: InChild, name: s
     if name == "ddp":
         assert issued.keys() == {"all_reduce"}
     elif name == "accumulate":  # within each of 8 nodes, then between them
-        assert (issued["all_gather"], issued["all_to_all"]) == (gathers, 9 * reductions)
+        assert (issued["all_gather"], issued["all_to_all"]) == (program.count(Gather), 9 * program.count(Reduce))
     else:
-        assert (issued["all_gather"], issued["reduce_scatter"]) == (gathers, reductions)
+        assert (issued["all_gather"], issued["reduce_scatter"]) == (program.count(Gather), program.count(Reduce))

@@ -17,6 +17,7 @@ from benchmarks.published import main, runs, steps, yafsdp
 from benchmarks.published.errors import by_groups
 from benchmarks.published.yafsdp import Row, predicted, rows, summary, traced
 from models import llama
+from tests.harness.abstract import step_of
 from yafsdp_fn.lab import peers
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.planner import Plan, min_ckpt_layers, search, simulate, trace
@@ -31,11 +32,8 @@ CONFIG = llama.Config(vocab=512, embed=64, ffn=128, layers=L, heads=4, kv_heads=
 
 
 def traced_small(mesh: object = FLAT, microbatches: int = 1, **precision: torch.dtype) -> Trace:
-    tokens = torch.empty((microbatches, 64), dtype=torch.int64, device="meta")
     return trace(
-        llama.loss(CONFIG),
-        llama.params(CONFIG),
-        {"tokens": tokens, "targets": tokens},
+        *step_of(CONFIG, microbatches),
         mesh=mesh,
         precision=ya.Precision(compute=torch.bfloat16, **precision),
         microbatches=microbatches,
@@ -97,9 +95,7 @@ def test_yafsdp_has_two_slots_for_everything() -> None:
 
 def test_yafsdp_of_a_tied_head_gives_each_unit_of_a_visit_its_own_slot() -> None:
     config = llama.Config(**{**vars(CONFIG), "tied": True})
-    tokens = torch.empty((1, 64), dtype=torch.int64, device="meta")
-    batch = {"tokens": tokens, "targets": tokens}
-    verify(without_copies(peers.yafsdp()(trace(llama.loss(config), llama.params(config), batch, ranks=2))))
+    verify(without_copies(peers.yafsdp()(trace(*step_of(config, 1), ranks=2))))
 
 
 @pytest.mark.parametrize(

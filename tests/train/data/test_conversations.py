@@ -20,7 +20,7 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from train import tokenizer
 from train.config import Chats, ConfigError, Sources
 from train.data import store
@@ -108,6 +108,10 @@ class Said:
         return iter(self.found)
 
 
+def rows_of(source: Any, cache: Path, seq_len: int = 30) -> Conversations:
+    return Conversations.of("text", [source], Bytes(), ByteChat(), seq_len, cache)
+
+
 def pair(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
@@ -143,7 +147,7 @@ def test_each_conversation_is_learnt_once_also_one_of_three_and_a_half_rows(tmp_
     found.insert(5, pair("long", "b" * 98))  # 2 long 0 3 b ... 0: 105 places, three rows of 30 and a half
     found.insert(9, pair("c" * 40, "heard, though nothing before it is"))
     found.insert(20, [{"role": "user", "content": "nobody answers"}])
-    rows = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 30, tmp_path)
+    rows = rows_of(Said(found), tmp_path)
     expected = [piece for messages in found for piece in plain(ByteChat().encode(messages), 30)]
     assert sorted(taken_apart(rows)) == sorted(expected)
     long = [aims for own, aims in plain(ByteChat().encode(found[5]), 30)]
@@ -159,11 +163,11 @@ def test_each_conversation_is_learnt_once_also_one_of_three_and_a_half_rows(tmp_
     assert rows.count * 30 < sum(len(own) for own, _ in expected) / 0.8  # four fifths are full
     # other rows of the same tokens, and a second run, which makes neither
     made = sorted(tmp_path.glob("*/facts.json"))
-    other = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 200, tmp_path)
+    other = rows_of(Said(found), tmp_path, 200)
     assert "longer" not in other.describe() and len(sorted(tmp_path.glob("*/facts.json"))) == len(made) + 1 == 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ByteChat, "encode", lambda *_: pytest.fail("conversations are written a second time"))
-        again = Conversations.of("text", [Said(found)], Bytes(), ByteChat(), 30, tmp_path)
+        again = rows_of(Said(found), tmp_path)
     assert again.fingerprint() == rows.fingerprint() != other.fingerprint()
 
 
@@ -207,7 +211,7 @@ def test_conversations_come_one_by_one_and_no_more_are_held(tmp_path: Path) -> N
 
     def peak(count: int) -> int:
         tracemalloc.start()
-        rows = Conversations.of("text", [Many(count)], Bytes(), ByteChat(), 2**12, tmp_path)
+        rows = rows_of(Many(count), tmp_path, 2**12)
         rows.row(rows.count - 1)
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -230,7 +234,7 @@ def making(cache: Path, count: int, *, fails: bool) -> None:
                 yield [{"role": "tool", "content": ""}] if fails else messages
 
     try:
-        Conversations.of("text", [Slow(few(count))], Bytes(), ByteChat(), 30, cache)
+        rows_of(Slow(few(count)), cache)
     except ConfigError as error:
         (cache / f"error-{os.getpid()}").write_text(str(error))
 
@@ -266,9 +270,9 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path, maker: Callab
     process.kill()
     process.join()
     assert left.exists() and list(tmp_path.glob("*.lock")), "it was killed in the middle"
-    rows = Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    rows = rows_of(Said(few(9)), tmp_path)
     assert len(rows.store.ends) == 9 and not list(tmp_path.glob("*.partial"))
-    fresh = Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path / "fresh")
+    fresh = rows_of(Said(few(9)), tmp_path / "fresh")
     assert rows.fingerprint() == fresh.fingerprint()
 
 
@@ -282,13 +286,13 @@ def test_who_waits_gets_the_tokens_or_the_error_of_who_makes_them(
         patch.setattr(ByteChat, "encode", ENCODE)
         maker(fails=True)
     with pytest.raises(ConfigError, match=r"text: these: conversation 1: role 'tool'"):
-        Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+        rows_of(Said(few(9)), tmp_path)
     (tmp_path / "go").unlink()
     (tmp_path / "begun").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(ByteChat, "encode", ENCODE)
         maker()
-    rows = Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    rows = rows_of(Said(few(9)), tmp_path)
     assert len(rows.store.ends) == 9
 
 
@@ -316,7 +320,7 @@ def test_a_frozen_maker_is_named(tmp_path: Path, maker: Callable[..., Any], monk
     with pytest.raises(
         ConfigError, match=rf"process {process.pid} on .*, which makes its tokens, has given no sign of"
     ):
-        Conversations.of("text", [Said(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+        rows_of(Said(few(9)), tmp_path)
 
 
 def test_who_makes_tokens_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +338,7 @@ def test_who_makes_tokens_shows_that_it_lives(tmp_path: Path, monkeypatch: pytes
             while lock.stat().st_mtime_ns == begun or not said:
                 time.sleep(0.005)
 
-    Conversations.of("text", [Slow(few(9))], Bytes(), ByteChat(), 30, tmp_path)
+    rows_of(Slow(few(9)), tmp_path)
     assert any(re.fullmatch(r"making tokens of these: 9 documents, \d+ tokens so far", line) for line in said)
 
 
@@ -349,15 +353,13 @@ def read_on_ranks(mesh: Any, cache: Path, steps: int) -> tuple[int, str, list[li
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ByteChat, "encode", counted)
-        rows = Conversations.of("text", [Said(few(40))], Bytes(), ByteChat(), 6, cache)
+        rows = rows_of(Said(few(40)), cache, 6)
     place = Place.of(mesh)
     found = islice(batches(rows, 8, 2 // place.ranks, place, seed=5), steps)
     return len(written), rows.fingerprint(), [batch["targets"].tolist() for batch, _ in found]
 
 
-def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(pools: Pools, tmp_path: Path) -> None:
     """Conversations are longer than a row; steps go into the second epoch."""
     two = pools[2].run(read_on_ranks, tmp_path / "two", 60)
     ((wrote, known_as, alone),) = pools[1].run(read_on_ranks, tmp_path / "one", 60)

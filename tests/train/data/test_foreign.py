@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.train.data.tables import lists, rows_of, texts
-from tests.train.inside import WINDOW, flags, inside, killed
+from tests.train.inside import WINDOW, flags, inside, killed, without
 from train.config import ConfigError, Data
 from train.data import sources
 from train.data import tokenizer as tokenizers
@@ -472,13 +472,10 @@ def test_pipelines_are_sources_like_others(tmp_path: Path) -> None:
 
 def piped(folder: Path, source: str, *more: str) -> tuple[str, ...]:
     (folder / "own.py").write_text(source)
-    argv = list(flags(folder, "--data.pipelines", f"{folder}/own.py:rows", *more))
-    at = argv.index("--data.files")
-    del argv[at : at + 2]
-    return tuple(argv)
+    return without(flags(folder, "--data.pipelines", f"{folder}/own.py:rows", *more), "--data.files")
 
 
-def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: Pools, tmp_path: Path) -> None:
     argv = piped(tmp_path, OWN)
     two = pools[2].run(inside, argv, killed, 7)
     assert {one.error for one in two} == {"Killed: "}
@@ -496,7 +493,7 @@ def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: dict[int, Pool], tm
     assert "--resume: the text is not that of the run" in changed.error
 
 
-def test_a_pipeline_that_deals_out_rows_itself_is_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_pipeline_that_deals_out_rows_itself_is_refused(pools: Pools, tmp_path: Path) -> None:
     source = f"""{OWN}
 import os
 def rows(*, split, epoch, seed, seq_len):

@@ -9,7 +9,7 @@ import torch
 
 from train.config import ConfigError, Data
 from train.data.documents import fingerprint, split, standard_library
-from train.data.rows import Place, Reader, batches
+from train.data.rows import Place, batches
 from train.data.sources import open_text
 from train.data.store import Packed
 from train.data.tokenizer import Bytes
@@ -33,30 +33,12 @@ def corpus_of(folder: Path, seq_len: int) -> Packed:
     return training
 
 
-@pytest.mark.parametrize("seq_len", [1, 2, 3, 5, 7, 36])
-def test_windows_are_slices_of_the_joined_files(folder: Path, seq_len: int) -> None:
-    joined = b"".join(text + b"\0" for _, text in sorted(TEXTS.items()) if text)
-    corpus = corpus_of(folder, seq_len)
-    assert corpus.count == (len(joined) - 1) // seq_len
-    for i in range(corpus.count):
-        row, at = corpus.row(i), i * seq_len
-        assert bytes(row["tokens"].tolist()) == joined[at : at + seq_len]
-        assert bytes(row["targets"].tolist()) == joined[at + 1 : at + seq_len + 1]
-
-
 def test_rows_of_bytes_of_files_are_known_by_the_files(folder: Path) -> None:
     """As runs of before know them; text that is no UTF-8 is other text than theirs."""
     paths = [path for path in split(Data(files=(f"{folder}/**",), heldout_fraction=0.0))[0] if path.stat().st_size]
     assert corpus_of(folder, 3).fingerprint() == fingerprint("training text", paths, 3)
     (folder / "c.txt").write_bytes(b"\xff")
     assert corpus_of(folder, 3).fingerprint() != fingerprint("training text", paths, 3)
-
-
-def test_targets_follow_tokens(folder: Path) -> None:
-    batch = next(batches(corpus_of(folder, 5), 0, 3, place(), seed=1))[0]
-    assert batch["tokens"].shape == batch["targets"].shape == (3, 5)
-    assert batch["tokens"].dtype == torch.long
-    assert torch.equal(batch["tokens"][:, 1:], batch["targets"][:, :-1])
 
 
 def place(rank: int = 0, ranks: int = 1) -> Place:
@@ -87,21 +69,6 @@ def test_epochs_and_seeds_shuffle_differently_and_batches_cross_epochs(folder: P
     assert first != second and sorted(first) == sorted(second)
     assert first != rows(corpus, 0, 1, count, seed=1)
     assert rows(corpus, count - 2, 2, 2) == first[-2:] + second[:2]
-
-
-def test_a_reader_continues_from_its_position(folder: Path) -> None:
-    corpus = corpus_of(folder, 2)
-
-    def read(position: int, batches: int) -> tuple[list[bytes], int]:
-        with Reader(corpus, position, 2, place(1, 3), seed=4) as reader:
-            tokens = [reader.next()["tokens"] for _ in range(batches)]
-        return [bytes(row.tolist()) for row in torch.cat(tokens)], reader.position
-
-    unbroken, end = read(0, 5)
-    first, middle = read(0, 2)
-    second, resumed_end = read(middle, 3)
-    assert unbroken == first + second
-    assert middle == 12 and end == resumed_end == 30
 
 
 def test_heldout_files_are_whole_files_and_stay_where_they_are(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools, on_ranks
 from tests.train.data.tables import jsonl, texts
-from tests.train.inside import WINDOW, Run, flags, inside, killed, tiny
+from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, tiny, without
 from train import sample, tokenizer
 from train.config import Data, Sources
 from train.data import sources
@@ -30,25 +30,18 @@ from train.settings import Config
 from train.trained.loaded import load
 
 
-def fine(ranks: list[Run]) -> list[Run]:
-    assert [one.error for one in ranks] == [""] * len(ranks), ranks
-    return ranks
-
-
 def together(ranks: Sequence[Run], steps: int) -> list[str]:
     """The rows of the first steps, of all ranks, in their order."""
     return [row for step in range(steps) for one in ranks for row in one.read[step]]
 
 
 @pytest.mark.nightly
-def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: Pools, tmp_path: Path) -> None:
     """Two ranks until they are killed in step 7, whose last checkpoint is of step 4; then three, then one."""
     glob = jsonl(tmp_path, texts(60))
     data = ("--data.datasets", glob, "--data.streaming", "--data.shuffle", "16", "--data.packing", "documents")
-    argv = [*flags(tmp_path, *data)]
-    at = argv.index("--data.files")
-    del argv[at : at + 2]
-    two = pools[2].run(inside, (*argv,), killed, 7)
+    argv = without(flags(tmp_path, *data), "--data.files")
+    two = pools[2].run(inside, argv, killed, 7)
     assert {one.error for one in two} == {"Killed: "}
     three = fine(pools[3].run(inside, (*argv, "--resume", "--steps", "8")))
     one = fine(pools[1].run(inside, (*argv, "--resume", "--steps", "12")))
@@ -60,7 +53,7 @@ def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: dict[int, Pool
 
 
 @pytest.mark.nightly
-def test_a_run_keeps_its_tokenizer(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_a_run_keeps_its_tokenizer(pools: Pools, tmp_path: Path) -> None:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)
     tokenizer.learn(tokenizer.Config(tmp_path / "bpe", 512, Sources(files=(f"{tmp_path}/*.txt",))))
@@ -85,19 +78,15 @@ def sampled(mesh: Any, folder: Path) -> str:
     return out.getvalue()
 
 
-def test_held_out_losses_are_means_over_targets(pools: dict[int, Pool]) -> None:
+@on_ranks(1, 2)
+def test_held_out_losses_are_means_over_targets(mesh: Any) -> None:
+    """Of a model that is as wrong as the token says."""
     draw = torch.Generator().manual_seed(0)
     rows = [{"tokens": torch.randint(9, (4,), generator=draw), "targets": torch.zeros(4)} for _ in range(24)]
     for index, row in enumerate(rows):
         row["targets"][: index % 5] = -100  # of some rows, none counts
     tokens, targets = (torch.stack([row[key] for row in rows]) for key in ("tokens", "targets"))
     expected = tokens[targets != -100].double().mean().item()
-    for ranks in (1, 2):
-        assert pools[ranks].run(counted, rows) == [pytest.approx(expected, rel=1e-6)] * ranks
-
-
-def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
-    """The held-out loss of a model that is as wrong as the token says."""
 
     def loss(params: Any, batch: dict[str, Tensor]) -> tuple[ya.Mean, dict[str, Any]]:
         valid = batch["targets"] != -100
@@ -108,5 +97,4 @@ def counted(mesh: Any, rows: list[dict[str, Tensor]]) -> float:
     place = Place.of(mesh)
     config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
     found, told = Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)
-    assert told == {"twice": pytest.approx(2 * found)}
-    return found
+    assert found == pytest.approx(expected, rel=1e-6) and told == {"twice": pytest.approx(2 * found)}

@@ -12,12 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.harness import forked
+from tests.harness.pages import ROOT
 from train import tokenizer
 from train.config import ConfigError, Sources
 from train.data import conversations
 from train.data import tokenizer as tokenizers
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.harness.marks import nightly
+from tests.harness.pages import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 LONG = 240.0
 """Seconds that no launcher takes, on a machine however busy."""
 

@@ -259,8 +259,12 @@ time.sleep(1000)
 """
 
 
+Launched = Callable[..., tuple[subprocess.Popen[str], Path]]
+"""Starts ranks; gives the launcher and the folder where they write."""
+
+
 @pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Callable[..., tuple[subprocess.Popen[str], Path]]]:
+def launched(tmp_path: Path) -> Iterator[Launched]:
     """Starts a launcher of sleepers that each leave a file named by their pid."""
     started: list[subprocess.Popen[str]] = []
 
@@ -294,7 +298,7 @@ def alive(pids: Path) -> list[int]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
 def test_ranks_do_not_outlive_a_launcher_that_is_killed(
-    launched: Callable[..., tuple[subprocess.Popen[str], Path]],
+    launched: Launched,
 ) -> None:
     launcher, pids = launched(3)
     until(lambda: len(alive(pids)) == 3)
@@ -303,9 +307,7 @@ def test_ranks_do_not_outlive_a_launcher_that_is_killed(
 
 
 @pytest.mark.parametrize("ranks", [2, 12])
-def test_a_launcher_told_to_end_while_it_starts_leaves_nobody(
-    launched: Callable[..., tuple[subprocess.Popen[str], Path]], ranks: int
-) -> None:
+def test_a_launcher_told_to_end_while_it_starts_leaves_nobody(launched: Launched, ranks: int) -> None:
     launcher, pids = launched(ranks)
     until(lambda: len(list(pids.iterdir())) > 0)  # of twelve, others are being started now
     launcher.send_signal(signal.SIGTERM)
@@ -315,9 +317,7 @@ def test_a_launcher_told_to_end_while_it_starts_leaves_nobody(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_the_launcher_alone_is_sent_reaches_every_rank(
-    launched: Callable[..., tuple[subprocess.Popen[str], Path]], number: signal.Signals
-) -> None:
+def test_what_the_launcher_alone_is_sent_reaches_every_rank(launched: Launched, number: signal.Signals) -> None:
     launcher, pids = launched(2, "handles")
     until(lambda: len(alive(pids)) == 2)
     os.kill(launcher.pid, number)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.harness.stalls import until
 from tests.train.hosts import INTERFACE, on, two_hosts
-from tests.train.inside import flags, inside, text
+from tests.train.inside import flags, inside, lines, text
 from train.launch import slurm
 from train.machine import ROOT
 
@@ -116,18 +115,15 @@ def hosts() -> Iterator[tuple[str, str]]:
         pytest.skip(f"no network namespaces here: {error}")
 
 
-def losses(run: Path) -> list[tuple[int, float, float]]:
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+def numbers(folder: Path, name: str) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["grad_norm"]) for row in lines(folder, name) if "loss" in row]
 
 
 @pytest.mark.skipif(
     "HOSTS" not in os.environ, reason="HOSTS=1 trains on two hosts made of namespaces: 23 s of CPU, as root"
 )
 @pytest.mark.timeout(300)
-def test_two_hosts_train_what_four_ranks_here_train(
-    tmp_path: Path, pools: dict[int, Pool], hosts: tuple[str, str]
-) -> None:
+def test_two_hosts_train_what_four_ranks_here_train(tmp_path: Path, pools: Pools, hosts: tuple[str, str]) -> None:
     text(tmp_path, 100)
     argv = flags(tmp_path, "--model", "debug", "--steps", "4", "--timeout", "100")
     assert [rank.error for rank in pools[4].run(inside, argv)] == [""] * 4
@@ -136,6 +132,6 @@ def test_two_hosts_train_what_four_ranks_here_train(
     job = cluster.start("clm", *argv, "--name", "two", GLOO_SOCKET_IFNAME=INTERFACE, NCCL_SOCKET_IFNAME=INTERFACE)
     said = job.communicate(timeout=250)[0]
     assert job.returncode == 0, said
-    assert losses(tmp_path / "runs" / "two") == losses(tmp_path / "runs" / "a")
-    events = [json.loads(line) for line in (tmp_path / "runs" / "two" / "events.jsonl").read_text().splitlines()]
-    assert (events[0]["ranks"], events[0]["machines"], events[0]["host"]) == (4, 2, hosts[0])
+    assert numbers(tmp_path, "two") == numbers(tmp_path, "a")
+    start = lines(tmp_path, "two", "events.jsonl")[0]
+    assert (start["ranks"], start["machines"], start["host"]) == (4, 2, hosts[0])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import gc
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.harness.pool import Pool
-from tests.train.inside import flags, inside, text
+from tests.train.inside import Runs, inside
 
 
 def collections(mesh: Any, argv: tuple[str, ...]) -> tuple[str, list[int], set[bool], bool]:
@@ -34,9 +32,8 @@ def collections(mesh: Any, argv: tuple[str, ...]) -> tuple[str, list[int], set[b
 
 @pytest.mark.parametrize(("every", "expected", "on"), [(5, [5, 10], {False}), (0, None, {True})])
 def test_garbage_is_collected_after_the_same_steps_on_all_ranks(
-    pools: dict[int, Pool], tmp_path: Path, every: int, expected: list[int] | None, on: set[bool]
+    runs: Runs, every: int, expected: list[int] | None, on: set[bool]
 ) -> None:
-    text(tmp_path, 60)
-    for error, after, was, now in pools[2].run(collections, flags(tmp_path, "--gc-every", str(every))):
+    for error, after, was, now in runs(2, "--gc-every", str(every), by=collections):
         assert not error and was == on and now
         assert expected is None or after == expected

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.pool import Pool
-from tests.train.inside import flags, inside, text
+from tests.train.inside import Runs, lines
 from train.config import ConfigError
 from train.running import run
 from train.settings import Config
@@ -52,8 +51,7 @@ def on_the_page(column: int = 0) -> str:
 
 
 @pytest.mark.parametrize("raises", [-1, 3])
-def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
+def test_rank_0_calls_it_with_every_line(raises: int, runs: Runs, tmp_path: Path) -> None:
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
     module = STAND_IN.format(seen=str(seen), raises=raises)
     made = [
@@ -62,17 +60,15 @@ def test_rank_0_calls_it_with_every_line(raises: int, pools: dict[int, Pool], tm
         f"exec({module!r}, vars(wandb))",
     ]
     own.write_text("\n".join([*made, on_the_page()]))
-    ranks = pools[2].run(inside, flags(tmp_path, "--steps", "6", "--log", f"{own}:log"))
-    assert [rank.error for rank in ranks] == ["", ""]
-    begun, *lines = map(json.loads, seen.read_text().splitlines())
-    kept = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
+    ranks = runs.fine(2, "--steps", "6", "--log", f"{own}:log")
+    begun, *told = map(json.loads, seen.read_text().splitlines())
+    kept = lines(tmp_path)
     assert begun == ["begun", "mine"] and len(kept) == 6
-    assert lines == (kept if raises < 0 else kept[:2])
+    assert told == (kept if raises < 0 else kept[:2])
     assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
 
 
-def test_mlflow_gets_numbers_and_the_step_apart(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
+def test_mlflow_gets_numbers_and_the_step_apart(runs: Runs, tmp_path: Path) -> None:
     seen, own = tmp_path / "seen", tmp_path / "mine.py"
     module = MLFLOW.format(seen=str(seen))
     made = [
@@ -81,22 +77,18 @@ def test_mlflow_gets_numbers_and_the_step_apart(pools: dict[int, Pool], tmp_path
         f"exec({module!r}, vars(mlflow))",
     ]
     own.write_text("\n".join([*made, on_the_page(1)]))
-    ranks = pools[2].run(inside, flags(tmp_path, "--steps", "4", "--log", f"{own}:log"))
-    assert [rank.error for rank in ranks] == ["", ""]
-    begun, *lines = map(json.loads, seen.read_text().splitlines())
-    kept = [json.loads(line) for line in (tmp_path / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert begun == ["begun", "mine"] and lines == kept and len(kept) == 4
+    runs.fine(2, "--steps", "4", "--log", f"{own}:log")
+    begun, *told = map(json.loads, seen.read_text().splitlines())
+    kept = lines(tmp_path)
+    assert begun == ["begun", "mine"] and told == kept and len(kept) == 4
 
 
-def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
-    text(tmp_path, 200)
+def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import nothing_like_it\n")
-    found = {rank.error for rank in pools[2].run(inside, flags(tmp_path, "--log", f"{tmp_path / 'mine.py'}:log"))}
+    found = {rank.error for rank in runs(2, "--log", f"{tmp_path / 'mine.py'}:log")}
     (error,) = found
     assert "ConfigError: log: " in error and "ModuleNotFoundError: No module named 'nothing_like_it'" in error
-    assert not (tmp_path / "runs" / "a" / "config.json").exists()
+    assert not (runs.path / "config.json").exists()
 
 
 def test_a_config_of_others_logs_nowhere(tmp_path: Path) -> None:

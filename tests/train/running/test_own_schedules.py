@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.pool import Pool
-from tests.train.inside import flags, inside, text
+from tests.train.inside import Runs, losses
 from train.config import ConfigError, Sharding
 from train.running import run, setup
 from train.settings import Config
@@ -25,19 +24,12 @@ number = 3
 """
 
 
-def losses(folder: Path, name: str) -> list[float]:
-    lines = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
-def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
+def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(runs: Runs, tmp_path: Path) -> None:
     own, seen = tmp_path / "own.py", tmp_path / "seen"
     own.write_text(OWN.format(seen=str(seen)))
 
     def trained(*more: str) -> None:
-        errors = [rank.error for rank in pools[2].run(inside, flags(tmp_path, *more))]
-        assert errors == ["", ""], errors
+        runs.fine(2, *more)
 
     trained("--name", "plain", "--steps", "4")
     trained("--name", "plain", "--steps", "8", "--resume")
@@ -47,7 +39,7 @@ def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(pools: dict[int,
     trained("--resume", "--steps", "8")
     assert seen.read_text().split() == ["built"] * 2
     assert losses(tmp_path, "a") == losses(tmp_path, "plain")
-    (error,) = {rank.error for rank in pools[1].run(inside, flags(tmp_path, "--resume", "--steps", "9"))}
+    (error,) = {rank.error for rank in runs(1, "--resume", "--steps", "9")}
     assert "ConfigError" in error and "the program in the checkpoint is not for this step" in error
     trained("--resume", "--steps", "9", "--sharding.schedule", "zero2")
 

@@ -20,18 +20,14 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pool
-from tests.train.inside import Run, flags, inside, killed, rank, text, tiny
+from tests.harness.pool import Pools
+from tests.train.inside import Run, Runs, fine, flags, inside, killed, lines, rank, text, tiny
 from train.data.rows import Reader
 from train.running import files, run, saves
 from train.settings import Config
 from yafsdp_fn import checkpoint
 
 STEPS = 12
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "runs" / "a" / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(folder: Path) -> list[int]:
@@ -43,22 +39,17 @@ def saved(folder: Path) -> list[str]:
     return sorted(name for name in found if not name.endswith(".partial"))  # which a save that failed leaves
 
 
-def fine(ranks: list[Run]) -> list[Run]:
-    assert [one.error for one in ranks] == [""] * len(ranks), ranks
-    return ranks
-
-
 # ---- ranks that come and go
 
 
 @pytest.mark.nightly
-def test_every_example_is_read_once_by_four_ranks_then_two_then_three(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_every_example_is_read_once_by_four_ranks_then_two_then_three(runs: Runs, tmp_path: Path) -> None:
     """Killed after their checkpoints: what was read after those is read again."""
     windows = 4 * (2 * 4) + 4 * (2 * 2) + 2 * (2 * 3)
     text(tmp_path, windows)
-    four = pools[4].run(inside, flags(tmp_path, "--steps", "30"), killed, 7)  # in its 7th step; the checkpoint is of 4
-    two = pools[2].run(inside, flags(tmp_path, "--steps", "30", "--resume"), killed, 6)  # steps 5 to 9; of 8
-    three = fine(pools[3].run(inside, flags(tmp_path, "--steps", "10", "--resume")))
+    four = runs(4, "--steps", "30", given=(killed, 7))  # in its 7th step; the checkpoint is of 4
+    two = runs(2, "--steps", "30", "--resume", given=(killed, 6))  # steps 5 to 9; of 8
+    three = runs.fine(3, "--steps", "10", "--resume")
     assert {one.error for one in four + two} == {"Killed: "}
     trained = ((four, 4), (two, 4), (three, 2))
     read = Counter(row for ranks, count in trained for one in ranks for batch in one.read[:count] for row in batch)
@@ -76,9 +67,7 @@ def under(mesh: Any, environment: dict[str, str], *rest: Any) -> Run:
         patch.undo()
 
 
-def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
+def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     first = {"RESTART_COUNT": "0", "MAX_RESTARTS": "3", "RUN_ID": "x"}
     more = (
@@ -102,7 +91,7 @@ def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(
     assert len(again) == 1 and "already has step-00000012" in again.pop()
 
 
-def test_restarts_need_a_name_that_lasts(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_restarts_need_a_name_that_lasts(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     unnamed = (*flags(tmp_path), "--name", "")
     for one in pools[1].run(under, {"MAX_RESTARTS": "1"}, unnamed):
@@ -114,16 +103,15 @@ def test_restarts_need_a_name_that_lasts(pools: dict[int, Pool], tmp_path: Path)
 # ---- two at once; ranks that differ
 
 
-def test_a_folder_in_use_is_refused_by_pid(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 100)
-    fine(pools[2].run(inside, flags(tmp_path, "--steps", "4")))
-    before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
-    with files.held(tmp_path / "runs" / "a"):
-        for argv in (flags(tmp_path), flags(tmp_path, "--resume", "--steps", "20")):
-            for one in pools[2].run(inside, argv):
-                assert f"ConfigError: {tmp_path}/runs/a is in use by process {os.getpid()} on " in one.error
-    assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
-    fine(pools[2].run(inside, flags(tmp_path, "--resume", "--steps", "5")))
+def test_a_folder_in_use_is_refused_by_pid(runs: Runs) -> None:
+    runs.fine(2, "--steps", "4")
+    before = (runs.path / "config.json").read_bytes()
+    with files.held(runs.path):
+        for more in ((), ("--resume", "--steps", "20")):
+            for one in runs(2, *more):
+                assert f"ConfigError: {runs.path} is in use by process {os.getpid()} on " in one.error
+    assert (runs.path / "config.json").read_bytes() == before
+    runs.fine(2, "--resume", "--steps", "5")
 
 
 def test_a_folder_whose_holder_is_ending_is_waited_for(tmp_path: Path) -> None:
@@ -144,7 +132,7 @@ def differently(mesh: Any, argv: tuple[str, ...], more: tuple[str, ...], environ
         patch.undo()
 
 
-def test_ranks_that_were_started_differently_are_told_each_field(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_ranks_that_were_started_differently_are_told_each_field(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     other = tmp_path / "other"
     other.mkdir()
@@ -170,29 +158,27 @@ def test_ranks_that_were_started_differently_are_told_each_field(pools: dict[int
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".tokens"]
 
 
-def test_other_content_of_the_same_size_is_noticed_on_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
+def test_other_content_of_the_same_size_is_noticed_on_resume(runs: Runs, tmp_path: Path) -> None:
     path = text(tmp_path, 100)
-    pools[2].run(inside, flags(tmp_path), killed, 6)
+    runs(2, given=(killed, 6))
     path.write_text(path.read_text().replace("00000050", "00000051"))
-    for one in pools[2].run(inside, flags(tmp_path, "--resume")):
+    for one in runs(2, "--resume"):
         assert "ConfigError: --resume: the text is not that of the run" in one.error
 
 
-def test_what_is_refused_changes_no_run(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    (fails,) = pools[1].run(inside, flags(tmp_path, "--sharding.schedule", "nowhere.py:f"))
+def test_what_is_refused_changes_no_run(runs: Runs) -> None:
+    (fails,) = runs(1, "--sharding.schedule", "nowhere.py:f")
     assert "there is no file nowhere.py" in fails.error
-    assert not (tmp_path / "runs" / "a" / "config.json").exists(), "it would be the newest run"
-    fine(pools[1].run(inside, flags(tmp_path, "--optim.warmup", "3", "--steps", "8")))
-    before = (tmp_path / "runs" / "a" / "config.json").read_bytes()
-    (refused,) = pools[1].run(inside, flags(tmp_path, "--resume", "--steps", "8", "--data.batch", "4"))
+    assert not (runs.path / "config.json").exists(), "it would be the newest run"
+    runs.fine(1, "--optim.warmup", "3", "--steps", "8")
+    before = (runs.path / "config.json").read_bytes()
+    (refused,) = runs(1, "--resume", "--steps", "8", "--data.batch", "4")
     assert "the run has had its 8 steps" in refused.error
-    assert (tmp_path / "runs" / "a" / "config.json").read_bytes() == before
+    assert (runs.path / "config.json").read_bytes() == before
 
 
-def test_a_resumed_run_has_its_own_defaults(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    fine(pools[1].run(inside, flags(tmp_path, "--optim.warmup", "3", "--steps", "8")))
+def test_a_resumed_run_has_its_own_defaults(runs: Runs, tmp_path: Path) -> None:
+    runs.fine(1, "--optim.warmup", "3", "--steps", "8")
     short = ["--runs", str(tmp_path / "runs"), "--name=a", "--resume", "--steps", "12"]  # warm-up is 30 by default
     with tiny():
         config = run.parse(short, Config, quiet=False)
@@ -246,9 +232,8 @@ def position(folder: Path, state: Any = None) -> int:
     return found
 
 
-def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    ended = fine(pools[2].run(poisoned, flags(tmp_path), 6, 7))
+def test_single_steps_that_are_not_finite_are_reported_and_survived(runs: Runs, tmp_path: Path) -> None:
+    ended = runs.fine(2, by=poisoned, given=(6, 7))
     assert steps(tmp_path) == list(range(1, STEPS + 1))
     assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [6, 7]
     assert lines(tmp_path)[5]["loss"] is None
@@ -256,19 +241,17 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(pools: dict[
 
 
 @pytest.mark.nightly
-def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    ended = fine(pools[2].run(poisoned, flags(tmp_path, "--skip-spikes", "20"), 9, 9, 100.0))
+def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(runs: Runs, tmp_path: Path) -> None:
+    ended = runs.fine(2, "--skip-spikes", "20", by=poisoned, given=(9, 9, 100.0))
     assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9]
     assert "a spike; its update was skipped" in ended[0].err
     more = ("--skip-spikes", "20", "--resume", "--steps", str(STEPS + 8))  # a spike counts among the last eight
-    fine(pools[2].run(poisoned, flags(tmp_path, *more), 7, 7, 100.0))
+    runs.fine(2, *more, by=poisoned, given=(7, 7, 100.0))
     assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9, STEPS + 7]
 
 
-def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    ended = fine(pools[2].run(poisoned, flags(tmp_path, "--max-skipped", "3"), 7, 9))
+def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(runs: Runs, tmp_path: Path) -> None:
+    ended = runs.fine(2, "--max-skipped", "3", by=poisoned, given=(7, 9))
     assert "warning: steps 7 to 9, the last with loss nan" in ended[0].err and "back to step 4" in ended[0].err
     assert "warning: step 8: its update ruined the weights" in ended[0].err  # what its loss cannot tell apart
     assert steps(tmp_path) == list(range(1, STEPS + 1)) and not any("skipped" in line for line in lines(tmp_path))
@@ -277,12 +260,8 @@ def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(pools: dict[
     assert len(rows) == len(set(rows)) == (STEPS + 5) * 4
 
 
-def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
-    pools: dict[int, Pool], tmp_path: Path
-) -> None:
-    text(tmp_path, 200)
-    argv = flags(tmp_path, "--max-skipped", "2", "--max-rollbacks", "2")
-    for one in pools[2].run(poisoned, argv, 7, 10**6):
+def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(runs: Runs, tmp_path: Path) -> None:
+    for one in runs(2, "--max-skipped", "2", "--max-rollbacks", "2", by=poisoned, given=(7, 10**6)):
         assert (
             one.error.startswith("Diverged: steps 5 to 6, the last with loss nan") and "as often as it may" in one.error
         )
@@ -292,11 +271,10 @@ def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(
 
 
 @pytest.mark.nightly
-def test_ruined_weights_do_not_take_the_place_of_good_ones(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    fine(pools[2].run(inside, flags(tmp_path, "--keep", "1", "--steps", "3")))
+def test_ruined_weights_do_not_take_the_place_of_good_ones(runs: Runs, tmp_path: Path) -> None:
+    runs.fine(2, "--keep", "1", "--steps", "3")
     ruin = ("--resume", "--optim.learning-rate", "1e38", "--checkpoint-every", "1", "--steps", "30", "--keep", "1")
-    for one in pools[2].run(inside, flags(tmp_path, *ruin)):
+    for one in runs(2, *ruin):
         assert one.error.startswith("Diverged: ")
     assert saved(tmp_path) == ["step-00000003"]
 
@@ -313,9 +291,8 @@ def full_disk(times: int, reader: Reader, folder: str) -> None:
         assert saved(Path(folder)) == ["step-00000004"]
 
 
-def test_a_full_disk_delays_checkpoints_and_lines(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    ended = fine(pools[2].run(inside, flags(tmp_path), full_disk, str(tmp_path)))
+def test_a_full_disk_delays_checkpoints_and_lines(runs: Runs, tmp_path: Path) -> None:
+    ended = runs.fine(2, given=(full_disk, str(tmp_path)))
     err = ended[0].err
     assert (
         "metrics.jsonl: [Errno 27] File too large" in err and "metrics.jsonl: written again, nothing is missing" in err
@@ -326,15 +303,14 @@ def test_a_full_disk_delays_checkpoints_and_lines(pools: dict[int, Pool], tmp_pa
     assert ended[1].err == ""
 
 
-def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    pools[2].run(inside, flags(tmp_path), killed, 7)
-    folder = tmp_path / "runs" / "a"
+def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(pools: Pools, runs: Runs, tmp_path: Path) -> None:
+    runs(2, given=(killed, 7))
+    folder = runs.path
     before = {name: (folder / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
-    for one in pools[2].run(limited, flags(tmp_path, "--resume"), 64):
+    for one in runs(2, "--resume", by=limited, given=(64,)):
         assert one.error == "Killed: "
     assert {name: (folder / name).read_bytes() for name in before} == before
-    fine(pools[2].run(inside, flags(tmp_path, "--resume")))
+    runs.fine(2, "--resume")
     assert steps(tmp_path) == list(range(1, STEPS + 1))
 
 
@@ -356,18 +332,16 @@ def gone(times: int, reader: Reader, folder: str) -> None:
             Path(folder, "a", "checkpoints").write_text("not a folder")
 
 
-def test_a_folder_that_vanishes_is_made_again(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    ended = fine(pools[2].run(inside, flags(tmp_path), gone, str(tmp_path / "runs")))
+def test_a_folder_that_vanishes_is_made_again(runs: Runs, tmp_path: Path) -> None:
+    ended = runs.fine(2, given=(gone, str(tmp_path / "runs")))
     assert "metrics.jsonl was deleted: what it held is lost" in ended[0].err
     assert "warning: no checkpoint of step 8: " in ended[0].err
     assert saved(tmp_path)[-1] == "step-00000012" and steps(tmp_path)[-1] == STEPS
 
 
-def test_runs_that_cannot_be_written_are_refused(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 100)
+def test_runs_that_cannot_be_written_are_refused(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "runs").write_text("a file")
-    for one in pools[2].run(inside, flags(tmp_path)):
+    for one in runs(2):
         assert re.search(rf"^ConfigError: .* cannot be kept in {tmp_path}/runs/\.tokens/.*: \[Errno ", one.error)
 
 
@@ -379,12 +353,11 @@ def asked(times: int, reader: Reader, at: int) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_stop_where_an_evaluation_is_due_keeps_it(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 100)
+def test_a_stop_where_an_evaluation_is_due_keeps_it(runs: Runs, tmp_path: Path) -> None:
     heldout = tmp_path / "heldout"
     heldout.write_text("0123456789abcdef" * 30)
-    argv = flags(tmp_path, "--eval-every", "5", "--data.heldout-files", str(heldout))
-    fine(pools[1].run(inside, argv, asked, 5))
+    evaluated = ("--eval-every", "5", "--data.heldout-files", str(heldout))
+    runs.fine(1, *evaluated, given=(asked, 5))
     assert saved(tmp_path) == ["step-00000004", "step-00000005"]
-    fine(pools[1].run(inside, (*argv, "--resume")))
+    runs.fine(1, *evaluated, "--resume")
     assert [line["step"] for line in lines(tmp_path) if "eval_loss" in line] == [0, 5, 10, 12]

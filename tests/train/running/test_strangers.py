@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.harness.marks import nightly
-from tests.harness.pool import Pool
-from tests.train.inside import flags, inside, text
+from tests.harness.pool import Pools
+from tests.train.inside import Runs, flags, inside
 from train.page.command import Options, write
 
 ODD: list[Any] = [
@@ -78,10 +78,9 @@ def resumed_from(mesh: Any, folder: Path, argv: tuple[str, ...], good: dict[str,
 
 
 @pytest.mark.nightly
-def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    pools[1].run(inside, flags(tmp_path, "--keep", "1", "--skip-spikes", "6"))
-    (manifest,) = (tmp_path / "runs" / "a" / "checkpoints").glob("step-*/manifest.json")
+def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: Pools, runs: Runs, tmp_path: Path) -> None:
+    runs(1, "--keep", "1", "--skip-spikes", "6")
+    (manifest,) = (runs.path / "checkpoints").glob("step-*/manifest.json")
     good = json.loads(manifest.read_text())["extra"]
     argv = flags(tmp_path, "--resume", "--steps", "13")
     (found,) = pools[1].run(resumed_from, tmp_path, argv, good, timeout=400)
@@ -92,14 +91,13 @@ def test_an_odd_extra_is_refused_in_a_line_that_names_file_and_field(pools: dict
         assert len(each.splitlines()) == 1 and len(each) < 600, each
 
 
-def test_a_nest_in_a_manifest_is_refused_on_every_rank(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    pools[2].run(inside, flags(tmp_path, "--keep", "1"))
+def test_a_nest_in_a_manifest_is_refused_on_every_rank(runs: Runs, tmp_path: Path) -> None:
+    runs(2, "--keep", "1")
     nest: Any = []
     for _ in range(700):
         nest = [nest]
     manifest = rewritten(tmp_path, {"position": nest})
-    for one in pools[2].run(inside, flags(tmp_path, "--resume", "--steps", "13")):
+    for one in runs(2, "--resume", "--steps", "13"):
         assert "CheckpointError" in one.error and f"{manifest}: it is nested deeper than" in one.error, one.error
 
 
@@ -161,10 +159,9 @@ def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...], links: list[tuple[st
 
 @pytest.mark.parametrize("links", [LINKS[::6], nightly(LINKS)], ids=["some", "all"])
 def test_no_link_in_a_folder_is_followed_by_a_resume(
-    pools: dict[int, Pool], tmp_path: Path, links: list[tuple[str, str]]
+    pools: Pools, runs: Runs, tmp_path: Path, links: list[tuple[str, str]]
 ) -> None:
-    text(tmp_path, 200)
-    fine = pools[1].run(inside, flags(tmp_path, "--keep", "2", "--timeline-every", "50"))
+    fine = runs(1, "--keep", "2", "--timeline-every", "50")
     assert not fine[0].error
     argv = flags(tmp_path, "--resume", "--steps", "16", "--timeline-every", "2")
     (led,) = pools[1].run(goes_on, tmp_path, argv, links, timeout=500)
@@ -184,18 +181,16 @@ def reports(mesh: Any, folder: Path) -> None:
                 assert "</html>" in (run / name).read_text() and not (run / name).is_symlink()
 
 
-def test_no_link_is_followed_by_a_report(pools: dict[int, Pool], tmp_path: Path) -> None:
-    text(tmp_path, 200)
-    pools[1].run(inside, flags(tmp_path))
+def test_no_link_is_followed_by_a_report(pools: Pools, runs: Runs, tmp_path: Path) -> None:
+    runs(1)
     pools[1].run(reports, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "events.jsonl", "lock"])
-def test_a_pipe_in_the_place_of_a_file_is_refused(pools: dict[int, Pool], tmp_path: Path, name: str) -> None:
-    text(tmp_path, 200)
-    pools[1].run(inside, flags(tmp_path))
-    path = tmp_path / "runs" / "a" / name
+def test_a_pipe_in_the_place_of_a_file_is_refused(runs: Runs, name: str) -> None:
+    runs(1)
+    path = runs.path / name
     path.unlink()
     os.mkfifo(path)
-    (one,) = pools[1].run(inside, flags(tmp_path, "--resume", "--steps", "13"))
+    (one,) = runs(1, "--resume", "--steps", "13")
     assert one.error.startswith(f"ConfigError: {path} is something else, expected a file"), one.error
