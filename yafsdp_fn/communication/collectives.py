@@ -157,7 +157,7 @@ class GlooGroup(RankGroup):
             rows = full.view(self._ranks, -1)
             if shard.nbytes >= PACKED_BYTES:
                 step = PIECE_BYTES // shard.itemsize
-                for part in zip(shard.split(step), rows.split(step, dim=1), strict=True):
+                for part in zip(torch.split(shard, step), torch.split(rows, step, 1), strict=True):
                     self._reduce([part])
                 continue
             if small and used + shard.nbytes > PIECE_BYTES:
@@ -213,7 +213,7 @@ class GlooGroup(RankGroup):
         torch.add(one, two, out=total)
         for part in rest:
             total.add_(part)
-        for target, part in zip(targets, total.split(sizes), strict=True):
+        for target, part in zip(targets, torch.split(total, sizes), strict=True):
             _copy(target, part)
 
     def _post(self, sent: Sequence[Tensor], received: Sequence[Tensor]) -> list[dist.Work]:

@@ -87,7 +87,7 @@ class _Inner(torch.autograd.Function):
     @staticmethod
     def forward(a: Tensor, b: Tensor) -> Tensor:
         size = CHUNK[a.device.type]
-        parts = zip(a.reshape(-1).split(size), b.reshape(-1).split(size), strict=True)
+        parts = zip(torch.split(a.reshape(-1), size), torch.split(b.reshape(-1), size), strict=True)
         return sum_of([x.double().dot(y.double()) for x, y in parts]).to(a.device)
 
     @staticmethod
