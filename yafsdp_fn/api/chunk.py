@@ -161,8 +161,7 @@ def _result(part: _Part, differentiable: bool) -> Sequence[Tensor]:
     """Returns the outputs of a part; `differentiable`, as those of one autograd node that saves its inputs."""
     if not differentiable:
         return part(*part.tensors)
-    outs: Sequence[Tensor] = Rematerialised.apply(part, *part.tensors)  # type: ignore[no-untyped-call]
-    return outs
+    return Rematerialised.apply(part, *part.tensors)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # ---- cutting and joining

@@ -2,7 +2,6 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -16,12 +15,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from yafsdp_fn.communication.ranks import absent_ranks
 from yafsdp_fn.optim.base import as_transformation, checked_update
 from yafsdp_fn.optim.in_format import block_of
-from yafsdp_fn.optim.leafwise import GroupPlan, Leafwise, plan
+from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.units import UnitSteps, leafwise_lanes
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
-from yafsdp_fn.params.tree import Tree, tensors_in
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import OptimizerMemory
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import after_program
@@ -141,24 +140,18 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     params = trainable(placement.handles(placement.shards("meta")))
     # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
-    for rule, of_group in _plans(tx, params):
-        for leaf in of_group.leaves:
-            nbytes, flops = _measured(rule, leaf, placement)
-            for unit in of_group.owners:
-                _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
-                found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
+    lanes = leafwise_lanes(tx, params)
+    for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
+        for of_group in plan(rule, handles(own)).values():
+            for leaf in of_group.leaves:
+                nbytes, flops = _measured(rule, leaf, placement)
+                for unit in of_group.owners:
+                    _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
+                    found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
     leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}
     for (unit, _), measured in sorted(found.items()):
         leaves[unit].append(measured)
     return tuple(of._replace(leaves=tuple(leaves[of.unit])) for of in lent)
-
-
-def _plans(tx: Any, params: Tree) -> Iterator[tuple[Leafwise, GroupPlan]]:
-    """Yields each rule of whole leaves with its plan of each group."""
-    for rules, own in leafwise_lanes(tx, params):
-        for rule in rules:
-            for of_group in plan(rule, handles(own)).values():
-                yield rule, of_group
 
 
 def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:
