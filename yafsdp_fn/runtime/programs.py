@@ -1,7 +1,7 @@
 """The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
     found = programs.known.get((memory.key, microbatches, shapes))      None before the first step
-    found = programs.remember(programs.build(trace), memory)                from what has been recorded or traced
+    found = programs.remember(programs.build(trace), memory)            from what has been recorded or traced
 
 A program is built and agreed on once for each kind of state, and kept. `.lower` builds one without ranks.
 """
