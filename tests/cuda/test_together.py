@@ -156,10 +156,10 @@ def unmet(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def disordered(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Rank 1 reduces the head, and then gathers a layer, which others do before."""
-    learn = Programs.learn
+    remember = Programs.remember
 
     def other(self: Programs, *args: Any, **kwargs: Any) -> Any:
-        found = learn(self, *args, **kwargs)
+        found = remember(self, *args, **kwargs)
         at = next(k for k, op in enumerate(found.ops) if isinstance(op, Reduce))
         gather = max(k for k, op in enumerate(found.ops[:at]) if isinstance(op, Gather))
         found.ops = [*found.ops]
@@ -167,7 +167,7 @@ def disordered(patch: pytest.MonkeyPatch, rank: int) -> None:
         return found
 
     if rank == 1:
-        patch.setattr(Programs, "learn", other)
+        patch.setattr(Programs, "remember", other)
 
 
 # as others write 1F1B: messages that cross

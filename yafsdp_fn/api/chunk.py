@@ -161,8 +161,7 @@ def _result(part: _Part, differentiable: bool) -> Sequence[Tensor]:
     """Returns the outputs of a part; `differentiable`, as those of one autograd node that saves its inputs."""
     if not differentiable:
         return part(*part.tensors)
-    outs: Sequence[Tensor] = Rematerialised.apply(part, *part.tensors)  # type: ignore[no-untyped-call]
-    return outs
+    return Rematerialised.apply(part, *part.tensors)  # type: ignore[no-untyped-call,no-any-return]
 
 
 # ---- cutting and joining
@@ -195,11 +194,13 @@ def _cut(name: str, args: Any, leaves: Sequence[Any], in_axes: Any, n: int) -> l
 def _pieces(where: str, leaf: Any, axis: int, n: int) -> Sequence[Tensor]:
     if not isinstance(leaf, Tensor):
         raise TypeError(f"{where} is {shape_of(leaf)}, but in_axes declares axis {axis} of it; declare None")
+    shape = tuple(leaf.shape)
     if not -leaf.ndim <= axis < leaf.ndim:
-        raise ValueError(f"{where} has shape {tuple(leaf.shape)}, which has no axis {axis} that in_axes declares")
-    if leaf.shape[axis] % n:
-        raise ValueError(f"{where} has shape {tuple(leaf.shape)}: axis {axis} is not a multiple of n={n}")
-    return leaf.split_with_sizes([leaf.shape[axis] // n] * n, axis)  # its backward is one concatenation
+        raise ValueError(f"{where} has shape {shape}, which has no axis {axis} that in_axes declares")
+    size, rest = divmod(shape[axis], n)
+    if rest:
+        raise ValueError(f"{where} has shape {shape}: axis {axis} is not a multiple of n={n}")
+    return leaf.split_with_sizes([size] * n, axis)  # its backward is one concatenation
 
 
 def _joined(name: str, outs: Sequence[Tree]) -> Tree:

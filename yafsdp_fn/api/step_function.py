@@ -223,14 +223,14 @@ class StepFunction:
         if comms.stages == 1:
             given = self.programs.given(memory, arguments.microbatches)
             if given is not None:
-                return self.programs.admit(given, memory)
+                return self.programs.remember(given, memory)
             return self._recorded(arguments, memory, shards is not None, seed)
         from yafsdp_fn.tracing.stages import crossing_of
 
         must_be_same(arguments.rest, comms)
         crossing = crossing_of(arguments, memory, self.programs)
         cut = self.programs.build(crossing.trace, comms.stage, crossing)
-        return self.programs.admit(cut, memory, batch)
+        return self.programs.remember(cut, memory, batch)
 
     def _recorded(self, arguments: Arguments, memory: StateMemory, trains: bool, seed: Seed) -> Verified:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
@@ -250,7 +250,7 @@ class StepFunction:
             recording.end(FIRST, {})
             recording.compare(mean.total, _outline(aux), arguments.plain)
             trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
-            verified = self.programs.admit(self.programs.build(trace), memory)
+            verified = self.programs.remember(self.programs.build(trace), memory)
         recording.close()
         verified.collectives = collectives
         return verified

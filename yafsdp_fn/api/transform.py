@@ -218,17 +218,14 @@ def eval_step(
     function = StepFunction(loss_fn, has_aux, schedule, microbatches, track=False)
 
     def evaluate(state: Any, batch: Tree) -> dict[str, Any]:
-        params = state
+        params, seed = state, None
         if isinstance(state, ShardedState):
             params = state.check().params
         elif isinstance(state, PlainState):
-            params = state.params
+            params, seed = state.params, Seed(state.seed, state.step, state.rank)
         found = handles(params)
-        seed = _seed(found)
-        if isinstance(state, PlainState):
-            seed = Seed(state.seed, state.step, state.rank)
         memory = memory_of(found) if found else None
-        results = function.run(function.arguments((params, batch), {}), memory, None, seed).results
+        results = function.run(function.arguments((params, batch), {}), memory, None, seed or _seed(found)).results
         comms = None if memory is None else memory.comms
         with nullcontext() if comms is None else comms.guarded("the metrics of an evaluation"):
             (total, weight), aux = combined(results.losses, results.aux, comms, own=states_of(found))

@@ -109,10 +109,10 @@ def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
         raise TypeError("mesh: its axes have no names; make it by ya.mesh(), or give mesh_dim_names=('shard',)")
     if names in ((STAGE,), (REPLICATE,)):
         [name] = names
-        alone, call = ("stages", "stage=...") if name == STAGE else ("copies", "replicate=-1")
+        alone = "stages" if name == STAGE else "copies"
         raise TypeError(
             f"mesh: a 1-D mesh is one copy of the state, cut over its ranks, and its axis is called {name!r}; for "
-            f"{alone} alone give axes ({name!r}, 'shard') with shard of size 1, as ya.mesh({call}, shard=1) does"
+            f"{alone} alone give axes ({name!r}, 'shard') with shard of size 1, as ya.mesh({name}=..., shard=1) does"
         )
     inside = inside_of(names)
     if not OUTSIDE.isdisjoint(inside):

@@ -1,7 +1,7 @@
 """The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
     found = programs.known.get((memory.key, microbatches, shapes))      None before the first step
-    found = programs.admit(programs.build(trace), memory)               from what has been recorded or traced
+    found = programs.remember(programs.build(trace), memory)            from what has been recorded or traced
 
 A program is built and agreed on once for each kind of state, and kept. `.lower` builds one without ranks.
 """
@@ -97,8 +97,8 @@ class Programs:
                 return found
         return self.given(memory, microbatches)
 
-    def admit(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> Verified:
-        """Keeps a program, which all ranks agree on before its first step; across stages for batches of these
+    def remember(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> Verified:
+        """Remembers a program, which all ranks agree on before its first step; across stages for batches of these
         `shapes`. All ranks call it."""
         comms, ops = memory.comms, [*found.ops, *found.tail]
         agree(found.all_stages, comms)
