@@ -99,16 +99,14 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
 
 def _check_neighbours(split: Split) -> None:
     """Checks that each segment takes what the one before it has made, and nothing else."""
-    expected = [*itertools.pairwise(range(len(split.homes)))]
+    why = ""
     found = [(flow.source, flow.target) for flow in split.flows]
-    why = (
-        ""
-        if found == expected and all(flow.grad_bytes for flow in split.flows)
-        else "a gradient stops between segments"
-    )
-    for source, target in reversed(found):
-        if target != source + 1:
-            why = f"segment {target} takes something of segment {source}"
+    expected = [*itertools.pairwise(range(len(split.homes)))]
+    if found != expected or not all(flow.grad_bytes for flow in split.flows):
+        why = "a gradient stops between segments"
+    for flow in reversed(split.flows):
+        if flow.target != flow.source + 1:
+            why = f"segment {flow.target} takes something of segment {flow.source}"
     if why:
         raise ValueError(f"to_actions: {why}; torch's runtime sends from each segment to the next, and gradients back")
 

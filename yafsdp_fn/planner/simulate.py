@@ -5,13 +5,13 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.planner.cluster import Cluster, Phase
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
-from yafsdp_fn.program.events import EventTime, StageEvent, play
+from yafsdp_fn.program.events import EventTime, Rate, StageEvent, play
 from yafsdp_fn.program.ops import (
     OPS,
     AllReduce,
@@ -56,27 +56,18 @@ class OpTask(NamedTuple):
     calls: Calls = ()
 
 
-def play_tasks(todo: Sequence[OpTask], contention: float, link_contention: float = 0.0) -> list[EventTime]:
-    """Returns the times of the tasks. Raises ValueError where some never begin.
-
-    contention: compute takes 1 + contention times as long while its stage runs something else; link_contention: what
-    uses a link 1 + link_contention times while its stage computes
-    """
+def rates_on(cluster: Cluster) -> Rate:
+    """Returns the rate of a phase beside those that its stage runs: links are shared, and slow down beside computes, as
+    these do beside anything else."""
 
     def rate(resource: str, computes: bool, beside: Sequence[str]) -> float:
         if resource in LINKS:
-            return 1.0 / beside.count(resource) / (1.0 + link_contention * ("compute" in beside))
+            return 1.0 / beside.count(resource) / (1.0 + cluster.link_contention * ("compute" in beside))
         if computes and len(beside) > 1:  # copies of that stream, too
-            return 1.0 / (1.0 + contention)
+            return 1.0 / (1.0 + cluster.contention)
         return 1.0
 
-    events = []
-    for task in todo:
-        events.append(StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner))
-    times = play(events, rate)
-    if None in times:
-        raise ValueError("the stages wait for each other for ever: ya.verify says where")
-    return [at for at in times if at is not None]
+    return rate
 
 
 # ---- The tasks of a program: each op with its waits, as the scoreboard has them, and its costs.
@@ -142,13 +133,13 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster) -> lis
 def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
     """Ties stages together: a send and its receive are partners; updates wait for the norms of all stages; and what
     waits for the sum of a unit's gradient on one stage waits for it on all stages that share the unit."""
-    ends: dict[Message, dict[type, int]] = {}
+    ends: dict[tuple[type, Message], int] = {}
     norms: dict[int, int] = {}
     sums: dict[tuple[int, ...], list[int]] = {}
     for number, task in enumerate(todo):
         match task.op:
             case Send() | Receive() as op:
-                ends.setdefault(op.message, {})[type(op)] = number
+                ends[type(op), op.message] = number
             case Norm():
                 norms[task.stage] = number
             case AllReduce(over="stages") as op:
@@ -161,7 +152,8 @@ def _tied(todo: Sequence[OpTask]) -> list[OpTask]:
             waits += norms.values()
         partner = None
         if isinstance(task.op, MessageOp):
-            partner = ends[task.op.message][Receive if isinstance(task.op, Send) else Send]
+            other_end = Receive if isinstance(task.op, Send) else Send
+            partner = ends[other_end, task.op.message]
         out.append(task._replace(waits=tuple(dict.fromkeys(waits)), partner=partner))
     return out
 
@@ -244,10 +236,12 @@ def proved(program: Program) -> Program:
 def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str = "") -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
-    times = play_tasks(todo, cluster.contention, cluster.link_contention)
+    times = play(cast("Sequence[StageEvent]", todo), rates_on(cluster))  # a task has all that an event has
     slower = 1 + cluster.straggling(program.trace.world)
     spans = []
     for number, (task, at) in enumerate(zip(todo, times, strict=True)):
+        if at is None:
+            raise ValueError("the stages wait for each other for ever: ya.verify says where")
         at = EventTime(at.start * slower, at.end * slower, at.cause)
         spans.append(Span(number, task.op, task.stream, *at, task.stage, _inside(task, at)))  # type: ignore[arg-type]
     end = max((span.end for span in spans), default=0.0)
