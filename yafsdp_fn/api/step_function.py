@@ -378,7 +378,7 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         of_leaves = [*leaves, *arguments.plain] if crossing is None else []
         drawn = counter_of(comms, seed, call.microbatch).seed_beside(BACKWARD)
         collectives = _foreign_collectives_refused() if session.watch else nullcontext()
-        with session.backward(), seeded(drawn, comms.device), collectives:
+        with seeded(drawn, comms.device), collectives:
             grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
         rest = iter(grads[1:])
         leaving: dict[int, list[Tensor | None]] = {}

@@ -37,8 +37,6 @@ from yafsdp_fn.util.torch_private import transforms_active
 class Rows:
     """The layers of a handle. groups: that they share; columns: their shards, which the pure path keeps here"""
 
-    __slots__ = ("columns", "groups", "handle")
-
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
         self.groups = [group for _, group, _ in handle.group_leaves()]

@@ -10,7 +10,6 @@ is recorded (recording.py). What stages add is in pipeline.py.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -97,6 +96,7 @@ class VisitRunner:
     def begin(self, call: Call) -> dict[int, list[Tensor]]:
         """Begins a call of the loss, or its backward. Returns what arrives for it, by flow: nothing without stages."""
         self.microbatch = call.microbatch
+        self.differentiating = call.kind != "forward"  # any other backward through a visit is refused
         if call.kind == "forward":
             self.visits = []
             self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
@@ -106,6 +106,7 @@ class VisitRunner:
 
     def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
         """Ends a call. leaving: what leaves after it, by flow"""
+        self.differentiating = False
         if self.collectives is not None:
             self.collectives.end_call()
         self.raise_failure()  # before anything is updated, where the loss went on after it
@@ -427,7 +428,7 @@ class Session(VisitRunner):
         # a sum lands in its shard where it need not be converted or added
         sums = list(map(memory.sums.get, units))
         straight = not any(adds) and not any(sums) and not converted
-        receive = memory.nothing if straight else memory.receive()
+        receive = memory.nothing if straight else memory.buffer("receive")
 
         reduce = partial(flat.reduce_into, receive=receive)
         return self.by_ranks(units, reduce, shards, wholes, adds, sums, own)
@@ -469,15 +470,6 @@ class Session(VisitRunner):
     def explained(self, error: Exception) -> Exception:
         """Returns the error that a call of the loss that raised `error` should have raised."""
         return error
-
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """Marks the step's own backward; any other backward through a visit is refused."""
-        self.differentiating = True
-        try:
-            yield
-        finally:
-            self.differentiating = False
 
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""

@@ -9,7 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class StateMemory(Placement[Communicators]):
         self.idle: list[Any] = []
         self._written = [master._version for master in masters]
         self._compares = COMPARED
-        self.nothing = self._buffer(0)  # what receives reductions that go straight into their shards
+        self.nothing = self._bytes(0)  # what receives reductions that go straight into their shards
         self.made([("shard", unit) for unit in self.of_unit])
         for tensor in (*self.master.present, *self.working.present):
             self.comms.mark_used(tensor)  # gathers for a step that never comes may still read them
@@ -217,17 +217,12 @@ class StateMemory(Placement[Communicators]):
             self._grads = self.new_grads()
         return self._grads
 
-    def receive(self) -> Tensor:
-        """Returns the buffer that receives reductions, in bytes."""
-        return self._buffer_of("receive", 0)
-
-    def staging(self) -> Tensor:
-        """Returns the buffer in which gradient shards travel between replicas, in bytes."""
-        return self._buffer_of("replicate", 1)
-
-    def _buffer_of(self, name: str, number: int) -> Tensor:
+    def buffer(self, name: Literal["receive", "replicate"]) -> Tensor:
+        """Returns the buffer that receives reductions, or in which gradient shards travel between replicas, in
+        bytes."""
         if name not in self._buffers:
-            self._buffers[name] = self._buffer(self.buffer_bytes()[number])
+            receive, staging = self.buffer_bytes()
+            self._buffers[name] = self._bytes(receive if name == "receive" else staging)
             self.made([(name,)])
         return self._buffers[name]
 
@@ -244,7 +239,7 @@ class StateMemory(Placement[Communicators]):
         """The tensors that `scratch` has allocated so far."""
         return list(self._scratch.values())
 
-    def _buffer(self, nbytes: int) -> Tensor:
+    def _bytes(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comms.device)
 
     # ---- ordering

@@ -33,7 +33,7 @@ from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.stage_io import Crossing, neutral
-from yafsdp_fn.runtime.visit import GradTarget, GradTargets, ToSlots
+from yafsdp_fn.runtime.visit import GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values
 
 # ---- Splits a visit's backward into two halves, for schedules that put other ops between them.
@@ -52,7 +52,6 @@ class Later:
     def __init__(self, slots: Collection[int]) -> None:
         self._slots = slots
         self.grad_slots: Sequence[GradSlot] = ()  # none is known yet
-        self._targets: list[GradTarget] = []
         self._by_unit: GradTargets = ()
         # what writes a gradient, of which factors, and their versions
         self._writes: list[tuple[Callable[..., None], list[Tensor], list[int]]] = []
@@ -61,15 +60,16 @@ class Later:
     def open(self, targets: GradTargets, task: AutogradRun) -> None:
         """Starts keeping the products that are gradients of leaves, in `task`."""
         self._by_unit = targets
-        self._targets = [target for unit in targets for target in unit if target is not None]
-        for found, direct in self._targets:
-            found.later, found.task = self._leave, task if direct else None
+        for unit in targets:
+            for found, direct in filter(None, unit):
+                found.later, found.task = self._leave, task if direct else None
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""
         self._fresh = [None if grad is None else self._own(grad) for grad in fresh]
-        for found, _ in self._targets:
-            found.later = found.task = None
+        for unit in self._by_unit:
+            for found, _ in filter(None, unit):
+                found.later = found.task = None
 
     def write(self, target: ToSlots) -> None:
         """Runs the second half: writes the gradients to `target`."""

@@ -54,24 +54,13 @@ class Placement(Generic[AnyRanks]):
         self.layout = layout.on(self.holders or None, comms.stage, comms.axes)
         # what is held, and by whom
         self.groups = [group for _, group in self.layout.groups]
-        self.of_unit: dict[int, Group] = {}
-        held: list[int] = []
-        for group in self.groups:
-            self.of_unit |= dict.fromkeys(group.units, group)
-            held += group.held
-        self.held = frozenset(held)
+        self.of_unit = {unit: group for group in self.groups for unit in group.units}
+        self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
+        self.held = frozenset([unit for group in self.groups for unit in group.held])
         # what travels, and how it is summed
-        self.ranks_of: dict[int, AnyRanks] = {}
-        self.gathered_in: dict[int, Format] = {}
-        self.reduced_in: dict[int, Format] = {}
-        self.sums: dict[int, torch.dtype | None] = {}
-        for unit, group in self.of_unit.items():
-            self.ranks_of[unit] = comms.without(group.over)
-            self.sums[unit] = self.sum_dtype(unit)
-            if group.wire.gather is not None:
-                self.gathered_in[unit] = group.wire.gather
-            if group.wire.reduce is not None:
-                self.reduced_in[unit] = group.wire.reduce
+        self.gathered_in = {unit: of.wire.gather for unit, of in self.of_unit.items() if of.wire.gather is not None}
+        self.reduced_in = {unit: of.wire.reduce for unit, of in self.of_unit.items() if of.wire.reduce is not None}
+        self.sums = {unit: self.sum_dtype(unit) for unit in self.of_unit}
         # what traces and programs see of it
         self.units = self._units()
         self.key = repr((self.units, mesh_axes, precision.names, comms.micro_shards, assignment, comms.stage))

@@ -79,9 +79,7 @@ class RecomputedVisit(Running):
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none. Those of the weights go to their gradient slots, directly or by a copy, or are left for later."""
         # forward, for its graph
-        inputs: list[Tensor] = []
-        for tensor, need in zip(tensors, needs, strict=True):
-            inputs.append(tensor.detach().requires_grad_(need))
+        inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         calls = self.session.collectives
         if calls is not None:
             calls.again("forward")

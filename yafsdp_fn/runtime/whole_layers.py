@@ -84,8 +84,9 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     for tree in trees:
         _must_be_stack(tree)
     # are they stacks of one state, as long as each other?
-    sharded = [tree for tree in trees if isinstance(tree, Sharded)]
-    for tree in sharded:
+    for tree in trees:
+        if not isinstance(tree, Sharded):
+            continue
         if not isinstance(stack, Sharded):
             raise TypeError(
                 "map_whole_layers: the first stack is plain, another is sharded; unshard that one, or shard this"

@@ -154,7 +154,7 @@ def all_reduce(session: Any, op: AllReduce) -> Work | None:
         return partial(comms.sharing(memory.holders[unit]).all_reduce, grads.rows[unit], ReduceOp.SUM)
     if comms.replicas == 1:
         return None
-    staging = memory.staging()
+    staging = memory.buffer("replicate")
     rows = [(grads.rows[unit], memory.wire_dtype(unit), memory.sums[unit]) for unit in op.units]
 
     def work() -> None:
