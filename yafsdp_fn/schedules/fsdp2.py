@@ -210,6 +210,7 @@ class _Fsdp2Builder:
                 busy |= slots
 
     def _gather(self, number: int) -> None:
+        """Gathers a group, unless all of it is there."""
         units = self.groups[number].units
         slots = tuple(self.slots[unit] for unit in units)
         if any(self.held.get(slot) != unit for unit, slot in zip(units, slots, strict=True)):

@@ -135,6 +135,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
 def _all_begin(
     split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[Message]
 ) -> None:
+    """Raises Refused where calls have never begun, since they wait for each other."""
     stuck = [stage for stage, row in enumerate(rows) if len(begins[stage]) < len(row)]
     if stuck:
         lines = ["rule 'deadlock': calls wait for each other"]
@@ -207,6 +208,7 @@ class _Slots:
         return leaves, self.split.bytes_of(message)
 
     def _fill(self, message: Message, leaves: bool) -> int:
+        """Puts a message into a free slot of its kind, the one that is free for longest, or into a new one."""
         free = self.free.setdefault(self._kind(message, leaves), deque())
         if not free:
             free.append(self.count)
@@ -235,6 +237,7 @@ def wired(
 
 
 def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
+    """Returns the ops of one stage, with its messages."""
     ops: list[Op] = []
     late: list[Op] = []
 
