@@ -99,9 +99,16 @@ def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Ten
 # opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
-"""A tensor in JSON: dtype, or the format whose bytes it has, and `shape` (the same on every rank), or `layers` and
-`leaves` (name: per-layer shape, whole); of units that are split also `axes` (name: size) and `splits` (name: dimension,
-for each leaf); of those that are cut between blocks of formats `align`."""
+"""A tensor in JSON:
+
+    dtype     as torch writes it, or the name of the format whose bytes it has
+    shape     of a tensor that is the same on every rank
+    layers    of a group of units: how many, null where it has a single unit
+    leaves    of a group of units: their names, and the shapes of one layer, whole
+    axes      of units that are split: the axes inside blocks, and their sizes
+    splits    of these, for each leaf: axes, and the dimension that each cuts
+    align     of units that are cut between blocks of formats: elements at whose multiples leaves begin
+"""
 
 
 def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
@@ -186,6 +193,7 @@ class Recut(NamedTuple):
         shard.copy_(row.narrow(-1, 0, shard.shape[-1]))
 
     def _whole(self, read: Read, leaf: SavedLeaf, layer: int | None) -> Tensor:
+        """Returns a whole leaf, of one layer, from the places of its parts in what was saved."""
         layout = leaf.group.layout
         number = leaf.number
         place = [layout.offsets[number]] if leaf.layers is None else [layer or 0, layout.offsets[number]]
@@ -305,8 +313,11 @@ DEEPEST = 100
 class Manifest(NamedTuple):
     """The content of `manifest.json`.
 
-    step, seed: of the state; ranks: that wrote it; circumstances: of a deterministic mesh; tensors: by key
-    program: its JSON; extra: the user's
+    step, seed: of the state; ranks: that wrote it
+    circumstances: of a deterministic mesh, on which bits depend
+    tensors: descriptions, by key
+    program: that of the step that made the state, in JSON
+    extra: the user's
     """
 
     step: Annotated[int, Limits(0, 2**63)]

@@ -214,6 +214,7 @@ def ranks_of(mesh: DeviceMesh) -> AllRanks:
 
 
 def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Returns the result of `work()`, or its error, which becomes a CheckpointError."""
     try:
         return work(), None
     except CheckpointError as error:
@@ -224,6 +225,7 @@ def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 @contextmanager
 def _talking(what: str) -> Iterator[None]:
+    """Turns an error of torch's communication into one that says what was going on."""
     try:
         yield
     except RuntimeError as error:
@@ -276,6 +278,7 @@ def verify(folder: Path, ranks: AllRanks) -> None:
 
 
 def _expected(folder: Path) -> dict[str, str]:
+    """Returns the digests in `SHA256SUMS`, by name. Raises Damaged where they are not those of the files there."""
     file = folder / SUMS
     try:
         *lines, end = file.read_bytes().decode("utf-8").split("\n")

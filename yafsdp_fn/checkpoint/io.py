@@ -184,6 +184,7 @@ def load_params(
 
 
 def _copied(like: ShardedState | None, donate: bool) -> ShardedState:
+    """Returns the state to load into: a copy, or `like` itself, if it is donated."""
     if not isinstance(like, ShardedState):
         raise TypeError(
             "like= is missing, or no state: a checkpoint is read into a state of this mesh, such as like=ya.init("
@@ -218,6 +219,7 @@ def _load(
 
 
 def _warn_of_other_circumstances(saved: Mapping[str, str], comms: Ranks, where: str) -> None:
+    """Warns where a deterministic mesh cannot go on to the bits of the unbroken run."""
     if not comms.deterministic or not saved:
         return
     here = circumstances(comms)
@@ -260,6 +262,7 @@ def _stored(
 def _fill(
     tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut], stored: Mapping[str, CheckpointTensor]
 ) -> None:
+    """Reads this rank's parts of all tensors."""
     for key, tensor in tensors.items():
         if key in recuts:
             recuts[key].fill(lambda key, target, offsets: stored[key].read_into(target, offsets))

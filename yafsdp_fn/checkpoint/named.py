@@ -115,6 +115,7 @@ def _finder(root: Path, name: Name) -> Callable[..., Theirs]:
 
 
 def _lazy(find: Callable[..., Theirs], path: str, leaf: Any, layered: bool) -> Lazy:
+    """Returns the leaf that loads the tensors of a parameter, which have its shape, one for each layer."""
     shape = tuple(leaf.shape)
     if not layered:
         one = find(path, None, shape)
@@ -225,6 +226,7 @@ def load_moments(directory: Directory, state: ShardedState, name: Name) -> Shard
     fills: list[Callable[[], None]] = []
 
     def find_all() -> float:
+        """Finds all tensors, and returns the count of steps, which is one."""
         find = _finder(root, name)
         steps = dict[float, str]()
         for tree, suffix in ((adam.mu, MEAN), (adam.nu, SQUARE)):
@@ -294,6 +296,7 @@ def _states(tree: Tree, kind: Any) -> list[Any]:
 
 
 def _adam(opt_state: Tree) -> ScaleByAdamState:
+    """Returns the state of the one Adam in an optimizer's. Raises TypeError where it is not alone, or not whole."""
     found = _states(opt_state, ScaleByAdamState)
     if _states(opt_state, InFormatState):
         raise TypeError(

@@ -144,6 +144,7 @@ class Saver:
         return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
 
     def _write(self, job: io.Job, copied: Work, device: torch.device) -> None:
+        """Writes a save on its thread, when the state is copied."""
         begin_thread(device)
         with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)

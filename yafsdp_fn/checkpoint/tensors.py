@@ -109,6 +109,7 @@ class CheckpointTensor(NamedTuple):
 
 @contextmanager
 def _opened(path: Path, what: str = "") -> Iterator[Any]:
+    """Opens a file of safetensors. what: is in errors behind the file"""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -129,6 +130,7 @@ def scan(folder: Path) -> dict[str, CheckpointTensor]:
 
 
 def _part(path: Path, name: str, about: Any) -> TensorPart:
+    """Returns the part that a tensor in a file is. Raises CheckpointError unless its name and dtype can be."""
     match = _NAME.fullmatch(name)
     dtype = about.get_dtype()
     sizes = tuple(about.get_shape())

@@ -78,6 +78,8 @@ class _Running:
 
 
 class _Loop:
+    """Runs events to their end: those that begin, the rates of what runs together, and the phase that ends next."""
+
     def __init__(self, todo: Sequence[StageEvent], rate: Rate) -> None:
         self.todo = todo
         self.now = 0.0

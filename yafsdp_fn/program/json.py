@@ -65,6 +65,7 @@ def _wrong_visits(trace: Trace) -> Iterator[str]:
 
 
 def _wrong_order(trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with the order of computes."""
     units = range(len(trace.units))
     computes = [compute[:3] for compute in trace.order]
     if trace.microbatches > max(len(computes), MOST_EMPTY):
@@ -110,6 +111,7 @@ def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:
 
 
 def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with collectives inside blocks."""
     inside = inside_of([name for name, _ in trace.mesh])
     for call in calls:
         if call.axis not in inside or call.nbytes < 0:
@@ -118,6 +120,7 @@ def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> I
 
 
 def _wrong_split(split: Split, trace: Trace) -> Iterator[str]:
+    """Yields what is wrong with the cut into stages."""
     # segments, and where they are
     ends = [0, *[end for _, end in split.segments]]
     runs = list(itertools.pairwise(ends))

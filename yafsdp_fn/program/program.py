@@ -128,6 +128,7 @@ def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
 
 
 def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
+    """Returns the trace of `stage`, whose computes are in this order."""
     split = trace.split
     assert split is not None and trace.stage is None, "a whole step that is split"
     held = units_of(trace, stage)
@@ -169,6 +170,7 @@ def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int],
 
 
 def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
+    """Yields the computes of calls, one after the other."""
     assert trace.split is not None
     for kind, segment, microbatch in calls:
         visits = trace.split.visits(segment)
@@ -372,6 +374,7 @@ class Program:
         return text.in_notebook(str(self))
 
     def _summary(self) -> str:
+        """Returns what the ops amount to, for the head of the printed program."""
         trace = self.trace
         head = (
             f"program of {len(self.ops)} ops: {len(trace.visits)} visits, microbatches: {trace.microbatches}, "

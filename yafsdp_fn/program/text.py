@@ -22,6 +22,7 @@ def describe(op: Op, trace: Trace) -> str:
 
 
 def _in_words(op: Any, trace: Trace) -> str:
+    """Returns one op in words. Raises IndexError or TypeError where it names what does not exist."""
     match op:
         case ops.Gather(units, slots, source):
             where = " in node" if source == "node" else ""

@@ -447,9 +447,9 @@ def _table(trace: Trace) -> str:
             backward = cost.bwd_flops + cost.bwd_attention_flops
             costs = [f"{forward:.3g}", f"{backward:.3g}", f"{cost.kept_bytes / 2**20:.2f} MiB"]
         ids = [", ".join(map(str, each)) for each in (visit.units, visit.trained)]
-        count = f"{sum(unit.numel for unit in units):,}"
+        parameters = f"{sum(unit.numel for unit in units):,}"
         size = f"{sum(unit.gather_bytes for unit in units) / 2**20:.2f} MiB"
-        rows.append([f"{visit.id} {visit.name}", *ids, count, size, *costs])
+        rows.append([f"{visit.id} {visit.name}", *ids, parameters, size, *costs])
     # computes
     several = trace.microbatches > 1
     order = [f"{now.kind} {now.visit}" + f" of {now.microbatch}" * several for now in trace.order]

@@ -1,5 +1,14 @@
 """The rules of computes: their order, the graphs they resume, the weights in their slots, and the carries they save and
-take."""
+take.
+
+    trace -> computes                              order: all of them, as they are there
+    gather -> weight slot -> compute               weights: of the unit, of this step
+    the step before -> weight slot -> compute      carry: it ends as it began, with the next step's weights
+    weight slot -> stash -> gather in the node     secondary
+    forward -> graph -> backward                   graph: in the same slots
+    forward -> carry slot, host -> backward        offload
+    compute -> carry slots, messages -> compute    flow
+"""
 
 from collections.abc import Callable, Sequence
 

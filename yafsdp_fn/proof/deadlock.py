@@ -78,8 +78,8 @@ def _stuck(rows: Rows) -> list[Stuck]:
     found: list[Stuck] = []
     for stage, at in first.items():
         # whom it needs, and who of these has not come: not those that wait for it there
-        needed = [place for place in met[stage, at] if place[0] != stage]
-        missing = [other for other, there in needed if (other, there) not in begun - over]
+        waiting = begun - over
+        missing = [place[0] for place in met[stage, at] if place[0] != stage and place not in waiting]
         # named is one that it needs, or else any other that is stuck
         rest = [other for other in first if other != stage]
         other = [*missing, *rest, stage][0]
@@ -109,16 +109,16 @@ def _run(rows: Rows, met: dict[Place, list[Place]]) -> tuple[set[Place], set[Pla
 
 
 def _met(rows: Rows) -> dict[Place, list[Place]]:
-    """Returns the places that are done together with each place, itself included; by stage, and in their order."""
-    by_key: defaultdict[object, dict[int, int]] = defaultdict(dict)
-    for stage, items in enumerate(rows):
-        for at, item in enumerate(items):
-            by_key[_together(item)][stage] = at
+    """Returns the places that are done together with each place, itself included, by stage."""
+    by_key: defaultdict[object, list[Place]] = defaultdict(list)
     met: dict[Place, list[Place]] = {}
     for stage, items in enumerate(rows):
         for at, item in enumerate(items):
             key = _together(item)
-            met[stage, at] = [(stage, at)] if key is None else [*by_key[key].items()]
+            # one list for all of a key, which grows as they are met
+            together = [] if key is None else by_key[key]
+            together.append((stage, at))
+            met[stage, at] = together
     return met
 
 

@@ -152,16 +152,26 @@ def by_moment(rules: Sequence[Rule]) -> Checks:
 class Execution:
     """One execution of a program that is in form.
 
-    needed: unit -> the contributions to its gradient
-    shared: the units that this stage trains together with others; carried: see `Program`
-    at: index of the op being executed, -1 at the end; done: number of computes executed
-    slots, grads, activations: contents of weight, gradient and carry slots; host: visits whose carry is on the
-        host; secondary: unit -> op that stashed it
-    saved, graphs: (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
-    reduced: contribution -> op; summed, joined: unit -> op that summed its gradient over replicas, over stages
-    trained: units of which a compute has written a gradient, or begun one
-    norm: the op that took it; begun, updated: unit -> op that began, ended its update; turns: unit -> parts and
-        exchanges executed so far
+    at              index of the op being executed, -1 at the end
+    done            number of computes executed
+    needed          unit -> the contributions to its gradient
+    shared          the units that this stage trains together with others
+    carried         weight slot -> the unit that the step before must have left there
+
+    Contents of buffers:
+    slots, grads    of weight slots, of gradient slots
+    activations     of carry slots
+    host            visits whose carry is on the host
+    secondary       unit -> op that stashed it
+
+    What has been done:
+    saved, graphs   (visit, microbatch) -> the forward that saved a carry; the forward, and the slots of a kept graph
+    trained         units of which a compute has written a gradient, or begun one
+    reduced         contribution -> op that added it to its shard
+    summed, joined  unit -> op that summed its gradient over replicas, over stages
+    norm            the op that took it
+    begun, updated  unit -> op that began, ended its update
+    turns           unit -> parts of its update, and exchanges between them, executed so far
     """
 
     def __init__(self, program: Program, checks: Checks) -> None:
@@ -245,6 +255,7 @@ class Execution:
     # ---- computes
 
     def _forward(self, op: Forward) -> None:
+        """Takes messages, reads weights, and leaves a graph, or a carry, for the backward; gives messages."""
         self._ask("forward", op)
         self.done += 1
         self._cross(op, "takes")
@@ -260,6 +271,7 @@ class Execution:
             self.trained.update(self.trace.visits[op.visit].trained)
 
     def _backward(self, op: Backward) -> None:
+        """Goes on from what its forward left, and writes gradients: both, or the half that it is."""
         self._ask("backward", op)
         self.done += 1
         self._cross(op, "takes")
@@ -301,11 +313,13 @@ class Execution:
     # ---- weights
 
     def _gather(self, op: Gather) -> None:
+        """Fills weight slots: after the update of a unit, with the weights of the next step."""
         for unit, slot in zip(op.units, op.slots, strict=True):
             self._ask("gather", unit, op)
             self.slots[slot] = Weights(unit, int(unit in self.updated), self.at)
 
     def _stash(self, op: Stash) -> None:
+        """Fills secondary shards from weight slots."""
         for unit, slot in zip(op.units, op.slots, strict=True):
             self._ask("stash", unit, slot)
             self.secondary[unit] = self.at
@@ -313,6 +327,7 @@ class Execution:
     # ---- gradients
 
     def _reduce(self, op: Reduce) -> None:
+        """Empties gradient slots: their contributions are in gradient shards from now on."""
         for moment in ("reduce", "add"):
             for unit, slot in zip(op.units, op.grad_slots, strict=True):
                 self._ask(moment, unit, slot)
@@ -321,6 +336,7 @@ class Execution:
                 self.reduced[contribution] = self.at
 
     def _allreduce(self, op: AllReduce) -> None:
+        """Sums gradient shards over stages, or over replicas, if that counts."""
         for unit in op.units:
             self._ask("allreduce", unit, op)
             if op.over == "stages":
@@ -335,6 +351,7 @@ class Execution:
         self.norm = self.at
 
     def _update(self, op: Update) -> None:
+        """Takes one part of the optimizer's step; the last one makes a unit's weights those of the next step."""
         for unit in op.units:
             self._ask("update", unit, op)
             self.turns[unit] = 2 * op.part + 1
@@ -343,6 +360,7 @@ class Execution:
                 self.updated[unit] = self.at
 
     def _exchange(self, op: Exchange) -> None:
+        """Moves leaves between two parts of an update."""
         for unit in op.units:
             self._ask("exchange", unit, op)
             self.turns[unit] = 2 * op.part + 2
@@ -350,10 +368,12 @@ class Execution:
     # ---- carry slots
 
     def _offload(self, op: Offload) -> None:
+        """Moves a carry to the host."""
         self._take(op.carry_slot, op.visit)
         self.host.add(op.visit)
 
     def _fetch(self, op: Fetch) -> None:
+        """Moves a carry back from the host."""
         self._ask("fetch", op)
         self.host.remove(op.visit)
         self._put(op.carry_slot, op.visit)

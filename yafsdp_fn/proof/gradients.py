@@ -1,4 +1,12 @@
-"""The rules of gradients, from their slots to the shards, and of the optimizer's step that reads them."""
+"""The rules of gradients, from their slots to the shards, and of the optimizer's step that reads them.
+
+backward -> gradient slot                      gradient: nothing that is unreduced is overwritten
+forward  -> gradient slot                      early: its own backward comes next
+gradient slot -> reduce -> gradient shard      reduce, ordered; once: each contribution
+gradient shard -> all-reduce                   replicas, shared: once, when it is complete
+gradient shards -> norm                        norm: of all that is trained, when all are complete
+gradient shard -> update -> shard              update: each unit, after the norm
+"""
 
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Exchange, Forward, Norm, Update
 from yafsdp_fn.proof.execution import Execution

@@ -1,4 +1,12 @@
-"""`verify`: each stage's program is right by itself, and the stages fit together."""
+"""The rules of pipelines: each stage's program is right by itself, and the stages fit together.
+
+    stages      before anything else: there are ops for each stage
+    calls       when all ops are in form: the computes of a stage are calls, each segment once each way
+    update      when each stage is right: all take the optimizer's step, or none
+    match       what one stage sends is what another receives, in the same order
+
+`deadlock` has a file of its own.
+"""
 
 import itertools
 from collections import defaultdict

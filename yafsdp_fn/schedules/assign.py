@@ -87,6 +87,7 @@ def _even(costs: Sequence[int], count: int) -> list[int]:
 
 
 def _fits(costs: Sequence[int], count: int, most: int) -> bool:
+    """Tells whether `count` segments of at most `most` are enough."""
     segments = 1
     held = 0
     for cost in costs:

@@ -210,6 +210,7 @@ class _Fsdp2Builder:
                 busy |= slots
 
     def _gather(self, number: int) -> None:
+        """Gathers a group, unless all of it is there."""
         units = self.groups[number].units
         slots = tuple(self.slots[unit] for unit in units)
         if any(self.held.get(slot) != unit for unit, slot in zip(units, slots, strict=True)):
@@ -239,12 +240,13 @@ class _Fsdp2Builder:
         """
         now = self.trace.order[i]
         self.unreduced |= set(writes_of(now, self.trace))
-        last = self.trace.microbatches - 1
         for number in {self.of[unit]: None for unit in writes_of(now, self.trace)}:
             units = tuple(unit for unit in self.groups[number].units if (unit, now.microbatch) in self.written)
             if max(self.written[unit, now.microbatch] for unit in units) != i:
                 continue
-            complete = all(self.written.get((unit, m), -1) <= i for unit in units for m in range(last + 1))
+            complete = all(
+                self.written.get((unit, m), -1) <= i for unit in units for m in range(self.trace.microbatches)
+            )
             if complete or not self.defer:
                 ready = tuple(unit for unit in units if unit in self.unreduced)
                 self.ops.append(Reduce(ready, tuple(self.grad_slots[unit] for unit in ready)))
@@ -259,10 +261,15 @@ def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[i
     slots: dict[int, int] = {}
     for turn, units in enumerate(groups):
         by_size = sorted(units, key=lambda unit: -trace.units[unit].gather_bytes)
-        slots |= {unit: place * width + turn % width for place, unit in enumerate(by_size)}
-    several = [[slots[unit] for unit in visit.units if unit in slots] for visit in trace.visits]
-    if any(len(set(at)) < len(at) for at in several):
-        lanes = alternating_slots(trace.visits, trace.units, width=width)
-        slots = {unit: lanes[unit] for unit in slots}
+        for place, unit in enumerate(by_size):
+            slots[unit] = place * width + turn % width
+    # a visit of several groups may have two units in one slot
+    for visit in trace.visits:
+        at = [slots[unit] for unit in visit.units if unit in slots]
+        if len(set(at)) < len(at):
+            lanes = alternating_slots(trace.visits, trace.units, width=width)
+            slots = {unit: lanes[unit] for unit in slots}
+            break
+    own = [unit.id for unit in trace.units if unit.id not in slots]
     first = max(slots.values(), default=-1) + 1
-    return slots | {unit.id: first + at for at, unit in enumerate(u for u in trace.units if u.id not in slots)}
+    return slots | {unit: first + at for at, unit in enumerate(own)}

@@ -115,17 +115,20 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
         # receives, each before the call in which it comes
-        taken = [(at, message) for at, call in enumerate(row) for message in split.taken_by(call)]
-        arriving = sorted((made[message], at, message) for at, message in taken if split.crosses(message))
+        arriving: list[tuple[tuple[float, int, int], int, Message]] = []
+        for at, call in enumerate(row):
+            for message in split.taken_by(call):
+                if split.crosses(message):
+                    arriving.append((made[message], at, message))
         # what stages send at one time is in the order of stages
         ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
         before: defaultdict[int, list[Message]] = defaultdict(list)
-        for when, _, message in arriving:
+        for when, _, message in sorted(arriving):
             before[bisect_right(ends, when[:2])].append(message)  # a call that ends later is not what it depends on
         # the list: receives, the call, its sends
         items: list[Item] = []
         for at, call in enumerate(row):
-            items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before.get(at, ())]
+            items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before[at]]
             items.append(call)
             items += [Send(p.flow, 0, p.microbatch, p.back) for p in split.given_by(call) if split.crosses(p)]
         out.append(items)
@@ -135,6 +138,7 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
 def _all_begin(
     split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[Message]
 ) -> None:
+    """Raises Refused where calls have never begun, since they wait for each other."""
     stuck = [stage for stage, row in enumerate(rows) if len(begins[stage]) < len(row)]
     if stuck:
         lines = ["rule 'deadlock': calls wait for each other"]
@@ -196,8 +200,9 @@ class _Slots:
         now = self.begins[number - 1] if number <= len(self.begins) else -NEVER
         for left in list(self.leaving):
             # what the call before has made is under way while this one computes
-            if left[0] < number and self.sent.get(left[1], NEVER) <= now:
-                self.free[self._kind(left[1], True)].append(left[2])
+            after, message, slot = left
+            if after < number and self.sent.get(message, NEVER) <= now:
+                self.free[self._kind(message, True)].append(slot)
                 self.leaving.remove(left)
         for message in self.split.given_by(call):
             self.given[message] = self._fill(message, self.split.crosses(message))
@@ -207,6 +212,7 @@ class _Slots:
         return leaves, self.split.bytes_of(message)
 
     def _fill(self, message: Message, leaves: bool) -> int:
+        """Puts a message into a free slot of its kind, the one that is free for longest, or into a new one."""
         free = self.free.setdefault(self._kind(message, leaves), deque())
         if not free:
             free.append(self.count)
@@ -235,6 +241,7 @@ def wired(
 
 
 def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
+    """Returns the ops of one stage, with its messages."""
     ops: list[Op] = []
     late: list[Op] = []
 
