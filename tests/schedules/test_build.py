@@ -24,12 +24,6 @@ def test_a_gather_does_not_pass_the_update_of_its_unit() -> None:
     assert merged(ops) == ops
 
 
-def test_reductions_after_one_compute_are_one_and_sums_over_replicas_follow_them() -> None:
-    after = Backward(0, (0, 1), (0, 1))
-    ops = (after, Reduce((1,), (0,)), AllReduce((1,)), Reduce((2,), (1,)), AllReduce((2,)))
-    assert merged(ops) == (after, Reduce((1, 2), (0, 1)), AllReduce((1, 2)))
-
-
 def test_a_sum_over_replicas_does_not_pass_its_reduction() -> None:
     ops = (Backward(0, (0,), (0,)), AllReduce((3,)), Reduce((1,), (0,)), AllReduce((1,)))
     assert merged(ops) == ops
