@@ -7,11 +7,6 @@ from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, R
 from yafsdp_fn.schedules.build import merged
 
 
-def test_gathers_for_different_computes_are_not() -> None:
-    ops = (Gather((1,), (0,)), Gather((2,), (1,)), Forward(0, (0,), True), Forward(1, (1,), True))
-    assert merged(ops) == ops
-
-
 def test_gathers_from_different_sources_or_for_a_later_step_are_not() -> None:
     ops = (Gather((1,), (0,)), Gather((2,), (1,), "node"), Forward(0, (0, 1), True))
     assert merged(ops) == ops
