@@ -13,6 +13,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
+from tests.models.theirs import draw
 
 PAGE = doc("lora")
 (CODE,) = blocks(PAGE)
@@ -21,7 +22,7 @@ TX = ya.optim.adamw(1e-2)
 
 
 def tokens() -> dict[str, torch.Tensor]:
-    made = torch.randint(0, CONFIG.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    made = draw(2, 16, seed=0, most=CONFIG.vocab)
     return {"tokens": made, "targets": made.roll(-1, 1)}
 
 

@@ -43,7 +43,10 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> OneRank:
     return found
 
 
-def check_numbers(folder: Path, name: str, ranks: int, device: str, one_rank: OneRank, env: dict[str, str]) -> None:
+Environment = dict[str, str]
+
+
+def check_numbers(folder: Path, name: str, ranks: int, device: str, one_rank: OneRank, env: Environment) -> None:
     case = CASES[name]
     expected = one_rank(device, case.precision)
     ended = launched(folder, name, ranks, device, env)
@@ -56,7 +59,7 @@ def check_numbers(folder: Path, name: str, ranks: int, device: str, one_rank: On
         assert max(off) < case.tolerance, shown
 
 
-def check_frozen(folder: Path, ranks: int, device: str, env: dict[str, str]) -> None:
+def check_frozen(folder: Path, ranks: int, device: str, env: Environment) -> None:
     *others, _ = launched(folder, "frozen", ranks, device, env, timeout_s=60 if device == "cpu" else 20)
     for rank, (status, said) in enumerate(others):
         assert status is not None and status > 0, f"rank {rank} ended with {status}:\n{said}"
@@ -85,7 +88,7 @@ FROM = 2, 30, 3
 """The first NCCL whose ranks may share a GPU."""
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "4", "NCCL_DEBUG": "WARN"}
 """NCCL's manual advises few channels for ranks that share a GPU."""
-WAYS: list[dict[str, str]] = [{}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}]
+WAYS: list[Environment] = [{}, {"NCCL_P2P_DISABLE": "1"}, {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}]
 """How ranks reach each other: in the GPU's memory, in the host's, by sockets. Some containers allow the last alone."""
 LOADED = """
 import ctypes, torch
@@ -96,7 +99,7 @@ print(version.value)
 """torch.cuda.nccl.version() is the one that torch was built with."""
 
 
-def preloaded() -> dict[str, str]:
+def preloaded() -> Environment:
     """An NCCL that goes before torch's: `make gpu-check` takes it out of a wheel."""
     library = os.environ.get("GPU_CHECK_NCCL")
     return {"LD_PRELOAD": library} if library else {}
@@ -136,7 +139,7 @@ def test_what_nccl_and_the_driver_lack_is_named(monkeypatch: pytest.MonkeyPatch,
     assert str(lacking()).endswith("its compute mode is Exclusive_Process, Default is needed")
 
 
-def meeting(folder: Path, device: str) -> dict[str, str]:
+def meeting(folder: Path, device: str) -> Environment:
     """Returns the environment in which two ranks train, by the first way that works here."""
     failed = ""
     for number, way in enumerate(WAYS):
@@ -162,7 +165,7 @@ def test_ranks_take_the_first_way_that_works(monkeypatch: pytest.MonkeyPatch, tm
 
 
 @pytest.fixture(scope="module")
-def sharing(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Environment:
     if why := lacking():
         pytest.skip(why)
     return meeting(tmp_path_factory.mktemp("meeting"), "cuda")
@@ -173,11 +176,11 @@ GPU = [*ON_GPU, pytest.mark.timeout(500)]
 
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param(*place, marks=GPU) for place in PLACES])
 def test_ranks_on_one_gpu_have_the_numbers_of_one(
-    tmp_path: Path, name: str, ranks: int, one_rank: OneRank, sharing: dict[str, str]
+    tmp_path: Path, name: str, ranks: int, one_rank: OneRank, sharing: Environment
 ) -> None:
     check_numbers(tmp_path, name, ranks, "cuda", one_rank, sharing)
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=GPU) for ranks in (2, 4)])
-def test_ranks_on_one_gpu_name_what_they_wait_for(tmp_path: Path, ranks: int, sharing: dict[str, str]) -> None:
+def test_ranks_on_one_gpu_name_what_they_wait_for(tmp_path: Path, ranks: int, sharing: Environment) -> None:
     check_frozen(tmp_path, ranks, "cuda", sharing)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.harness.child_process import in_child
-from tests.models.theirs import OTHERS, SHAPES, Pair, their_model
+from tests.models.theirs import OTHERS, SHAPES, Pair, draw, their_model
 
 __all__ = ["in_child"]
 
@@ -32,4 +32,4 @@ def _pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="session")
 def tokens() -> torch.Tensor:
     """[1, 512]."""
-    return torch.randint(0, 97, (1, 512), generator=torch.Generator().manual_seed(1))
+    return draw(1, 512)

@@ -15,6 +15,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
+from tests.models.theirs import draw
 
 # odd sizes: no leaf is divisible by a number of ranks
 CONFIG = llama.Config(vocab=61, embed=33, ffn=41, layers=3, heads=3, kv_heads=1, head_dim=10, max_length=64)
@@ -23,7 +24,7 @@ TX = ya.optim.adamw(1e-2)
 
 
 def batch() -> dict[str, torch.Tensor]:
-    tokens = torch.randint(0, CONFIG.vocab, (2, 16), generator=torch.Generator().manual_seed(0))
+    tokens = draw(2, 16, seed=0, most=CONFIG.vocab)
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
 

@@ -23,6 +23,7 @@ from tests.harness.oracle import compare
 from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
+from tests.models.theirs import draw
 
 CODE, FROM_FILES, BALANCED = blocks(doc("modules"))
 F64 = ya.Precision(torch.float64)
@@ -165,7 +166,7 @@ def on_one_rank(params: Any) -> ya.ShardedState:
 
 
 def tokens_of(rank: int) -> Tensor:
-    return torch.randint(0, 11, (4, 5), generator=torch.Generator().manual_seed(rank))
+    return draw(4, 5, seed=rank, most=11)
 
 
 def squares(model: Any) -> Callable[[Any, Tensor], Tensor]:

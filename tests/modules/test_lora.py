@@ -16,6 +16,7 @@ import yafsdp_fn as ya
 from benchmarks.counting import tensor_peak
 from models import llama
 from tests.harness.small import L, batch, loss, model, one_rank, param
+from tests.models.theirs import draw
 from yafsdp_fn.nn import linear
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.params.tree_layout import tree_layout
@@ -272,7 +273,7 @@ CONFIG = llama.Config(vocab=512, embed=128, ffn=384, layers=2, heads=4, kv_heads
 
 
 def tokens(rows: int = 2) -> dict[str, Tensor]:
-    made = torch.randint(0, CONFIG.vocab, (rows, CONFIG.max_length), generator=torch.Generator().manual_seed(0))
+    made = draw(rows, CONFIG.max_length, seed=0, most=CONFIG.vocab)
     return {"tokens": made, "targets": made.roll(-1, 1)}
 
 

@@ -19,7 +19,7 @@ from tests.harness.oracle import TOLERANCE, batch_of, compare, global_batch, rel
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import Batch, Head, Layer, Params, base_params, block, embed, masked_loss
-from tests.models.theirs import their_model
+from tests.models.theirs import draw, their_model
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.schedules import Program
 
@@ -247,7 +247,7 @@ def tuned(mesh: Any, source: Path, target: Path, dtype: torch.dtype | None) -> t
     tx = ya.optim.adamw(1e-2)
     state = ya.shard(tree, tx, mesh=mesh)
     step = ya.train_step(llama.loss(config), tx)
-    tokens = torch.randint(0, 97, (2, 33), generator=torch.Generator().manual_seed(mesh.get_rank()))
+    tokens = draw(2, 33, seed=mesh.get_rank())
     for _ in range(3):
         state, _ = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
     llama.hf.save(target, config, state.params, max_shard_bytes=200_000)
@@ -255,7 +255,7 @@ def tuned(mesh: Any, source: Path, target: Path, dtype: torch.dtype | None) -> t
 
 
 def sample() -> Tensor:
-    return torch.randint(0, 97, (1, 64), generator=torch.Generator().manual_seed(1))
+    return draw(1, 64)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [("gqa", None), ("tied", torch.int8)])

@@ -7,7 +7,6 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 
 import yafsdp_fn as ya
 from models import llama
@@ -16,6 +15,7 @@ from tests.harness.abstract import batch_of
 from tests.harness.meshes import made
 from tests.harness.pool import on_ranks
 from tests.harness.small import one_rank
+from tests.models.theirs import draw
 from tests.planner.test_search import MIXED, SLOW, TX
 from yafsdp_fn.planner import FormatsFound, search
 from yafsdp_fn.schedules import Trace
@@ -92,7 +92,7 @@ def test_what_is_no_place_is_refused() -> None:
 def test_its_errors_are_those_of_plain_values(mesh: Any) -> None:
     """Matrices of layers for the wire, all that moments have."""
     state = ya.init(PARAMS, TX, mesh=made("shard"), precision=MIXED)
-    tokens = torch.randint(0, CONFIG.vocab, (2, 16), generator=torch.Generator().manual_seed(mesh.get_rank()))
+    tokens = draw(2, 16, seed=mesh.get_rank(), most=CONFIG.vocab)
     state, _ = ya.train_step(LOSS, TX)(state, {"tokens": tokens, "targets": tokens})
     on_two = functools.partial(traced, ranks=2)
     found = ya.planner.search_formats(on_two, PARAMS, TX, SLOW, state, wires=WIRES[1:], moments=[ROOTS])

@@ -7,11 +7,6 @@ from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, R
 from yafsdp_fn.schedules.build import merged
 
 
-def test_gathers_for_different_computes_are_not() -> None:
-    ops = (Gather((1,), (0,)), Gather((2,), (1,)), Forward(0, (0,), True), Forward(1, (1,), True))
-    assert merged(ops) == ops
-
-
 def test_gathers_from_different_sources_or_for_a_later_step_are_not() -> None:
     ops = (Gather((1,), (0,)), Gather((2,), (1,), "node"), Forward(0, (0, 1), True))
     assert merged(ops) == ops
@@ -22,12 +17,6 @@ def test_gathers_from_different_sources_or_for_a_later_step_are_not() -> None:
 def test_a_gather_does_not_pass_the_update_of_its_unit() -> None:
     ops = (Gather((1,), (0,)), Update((2,)), Gather((2,), (1,)), Forward(0, (0, 1), True))
     assert merged(ops) == ops
-
-
-def test_reductions_after_one_compute_are_one_and_sums_over_replicas_follow_them() -> None:
-    after = Backward(0, (0, 1), (0, 1))
-    ops = (after, Reduce((1,), (0,)), AllReduce((1,)), Reduce((2,), (1,)), AllReduce((2,)))
-    assert merged(ops) == (after, Reduce((1, 2), (0, 1)), AllReduce((1, 2)))
 
 
 def test_a_sum_over_replicas_does_not_pass_its_reduction() -> None:

@@ -69,21 +69,6 @@ def test_every_order_can_run_with_any_number_of_microbatches(stages: int) -> Non
         assert length(of, pipelines.forward_only(of, microbatches)) >= microbatches
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 5), (4, 9), (4, 16), (8, 17)])
-def test_orders_are_as_long_as_the_textbooks_say(stages: int, microbatches: int) -> None:
-    """A forward takes one unit, a backward two, halves one each; over v segments a stage's v-th of a unit."""
-    work, idle = 3 * microbatches, 3 * (stages - 1)
-    of = split("gpipe", stages)
-    assert length(of, pipelines.gpipe_calls(of, microbatches)) == work + idle
-    assert length(of, pipelines.one_f_one_b_calls(of, microbatches)) == work + idle
-    assert length(of, pipelines.zero_bubble_calls(of, microbatches)) == work + stages - 1
-    for v in (2, 3):
-        of = split("interleaved", stages, v)
-        assert length(of, pipelines.interleaved_calls(of, microbatches)) / v == work + idle / v
-    of = split("v_shaped", stages)
-    assert length(of, pipelines.v_shaped_calls(of, microbatches)) / 2 == work + (stages - 1) / 2
-
-
 def under_way(row: Sequence[Call]) -> int:
     """The most microbatches of segments that a stage keeps at once."""
     most = now = 0

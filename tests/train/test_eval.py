@@ -17,6 +17,7 @@ import models
 import yafsdp_fn as ya
 from models import qwen3
 from tests.harness.pool import Pools
+from tests.models.theirs import draw
 from train import evaluate
 from train.config import ConfigError
 from train.data.tokenizer import Bytes
@@ -194,7 +195,7 @@ def test_scores_of_every_family_are_of_their_logits(name: str) -> None:
     model = models.CONFIGS[name]
     family = models.of(model)
     params = ya.materialize(family.params(model), seed=1)
-    tokens = torch.randint(0, 256, (2, 400), generator=torch.Generator().manual_seed(0))
+    tokens = draw(2, 400, seed=0, most=256)
     targets = tokens.roll(-1, 1)
     targets[0, :390] = -100
     found = family.score(model, params, tokens, targets)
