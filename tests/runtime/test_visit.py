@@ -21,7 +21,6 @@ from tests.harness.small import (
     block,
     embed,
     head,
-    leaves,
     model,
     one_rank,
     param,
@@ -92,20 +91,6 @@ def test_graphs_are_freed_one_by_one_in_the_backward() -> None:
     assert living(saved) == living(returned) == 0
 
 
-def test_a_visit_that_the_loss_does_not_use_has_its_backward_in_its_place() -> None:
-    def forgetful(p: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, p.embed, b["tokens"])
-        ya.scan(block, x, p.layers)  # thrown away
-        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
-        return mean
-
-    both, made = ya.value_and_grad(forgetful), state()
-    for _ in range(2):
-        _, grads = both(made.params, batch())
-        assert_equal(grads, ya.value_and_grad(forgetful)(ya.unshard(made), batch())[1])
-        assert all(leaf.eq(0).all() for leaf in leaves(grads.layers))
-
-
 def test_an_output_that_the_loss_does_not_use_is_not_differentiated() -> None:
     """Its slope is infinite, and times zero no number. Products of `ya.linear` behind it are not made."""
 
@@ -120,22 +105,6 @@ def test_an_output_that_the_loss_does_not_use_is_not_differentiated() -> None:
     made = state()
     for schedule in (KEEP, REMAT):
         both = ya.value_and_grad(run, schedule=schedule)
-        for _ in range(2):
-            assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-5)
-
-
-def test_the_same_units_visited_twice() -> None:
-    def twice(p: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, p.embed, b["tokens"])
-        for reverse in (False, True):
-            x, _ = ya.scan(block, x, p.layers, reverse=reverse)
-        x = x + ya.apply(embed, p.embed, b["targets"])
-        mean: ya.Mean = ya.apply(lambda w, *rest: head(w[0], *rest), (p.head, p.embed), x, b["targets"])
-        return mean
-
-    made = state()
-    for schedule in (KEEP, REMAT, ya.schedules.zero2()):
-        both = ya.value_and_grad(twice, schedule=schedule, microbatches=2)
         for _ in range(2):
             assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-5)
 
@@ -163,38 +132,6 @@ def test_outputs_that_are_not_differentiable_and_no_tensors() -> None:
         assert aux["ys"].dtype == torch.int64
         assert_equal(aux, want_aux)
         assert_close(grads, want_grads, rtol=1e-5)
-
-
-def test_a_block_that_passes_its_carry_through() -> None:
-    def through(p: Model, x: Tensor) -> Tensor:
-        c, ys = ya.scan(lambda c, w: (c, c), x, p.layers)
-        return (c * ys).sum() + 0 * ya.apply(lambda w: w["norm"].sum(), p.head)
-
-    made, x = state(), torch.ones(2, 5)
-    for schedule in (KEEP, REMAT):
-        both = ya.value_and_grad(through, (0, 1), schedule=schedule)
-        for _ in range(2):
-            assert_equal(both(made.params, x), both(ya.unshard(made), x))
-
-
-def test_autocast_is_restored_in_the_backward() -> None:
-    dtypes: set[torch.dtype] = set()
-
-    def layer(c: Tensor, w: Any) -> Any:
-        hidden = torch.nn.functional.linear(c, w["up"])
-        dtypes.add(hidden.dtype)
-        return c + torch.nn.functional.linear(torch.tanh(hidden), w["down"]).float(), None
-
-    def cast(p: Model, b: Any) -> ya.Mean:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            return with_block(layer)(p, b)
-
-    made = state()
-    for schedule in (KEEP, REMAT):
-        both = ya.value_and_grad(cast, schedule=schedule)
-        for _ in range(2):
-            assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-2, atol=1e-2)
-    assert dtypes == {torch.bfloat16}
 
 
 def test_autocast_around_several_steps_casts_the_weights_of_each() -> None:

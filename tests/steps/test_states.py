@@ -27,13 +27,14 @@ State = ya.ShardedState
 
 @WORLDS
 def test_states_in_turn(mesh: Any) -> None:
-    """Four states on one mesh, of two layouts and two precisions, share step functions; each goes as if alone."""
+    """Five states on one mesh, of two layouts and three precisions, share step functions; each goes as if alone."""
     rank = mesh.get_local_rank()
     kinds = [
         (base_params, base_loss, ya.Precision(), 0),
         (base_params, base_loss, ya.Precision(), 1),
         (stacks_params, stacks_loss, ya.Precision(), 0),
         (base_params, base_loss, ya.Precision(compute=torch.bfloat16), 0),
+        (base_params, base_loss, ya.Precision(reduce=torch.bfloat16), 0),
     ]
 
     def run(chosen: list[int]) -> dict[int, list[Tensor]]:
@@ -46,9 +47,9 @@ def test_states_in_turn(mesh: Any) -> None:
                 states[at], _ = steps[kinds[at][1]](states[at], batch_of(rank, seed=number))
         return {at: bits(state) for at, state in states.items()}
 
-    together = run([0, 1, 2, 3])
+    together = run([0, 1, 2, 3, 4])
     assert not same(together[0], together[1])
-    for at in range(4):
+    for at in range(5):
         assert same(run([at])[at], together[at]), at
 
 
