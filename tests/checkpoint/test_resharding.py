@@ -120,6 +120,7 @@ SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
     "zero3 on 3": (3, {}, ya.schedules.zero3(update=True)),
     "zero3 on 4": (4, {}, ya.schedules.zero3()),
     "hsdp on 2 x 2": (4, {"replicate": 2}, ya.schedules.zero3()),
+    "hpz on 2 nodes": (4, {"local": 2}, ya.schedules.hpz(6)),
     "ddp on 2": (2, {"replicate": 2, "shard": 1}, ya.schedules.zero2()),
 }
 ROWS = torch.arange(24) % 7

@@ -8,15 +8,10 @@ import pytest
 import torch
 from torch import Tensor, func
 
-from tests.communication.backends import exchanging
-from tests.harness.pool import Pool
+from tests.harness.groups import exchanging
+from tests.harness.pool import Pool, on_ranks
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.differentiable import AllGather, ReduceScatter, SumOfRanks, SumOfShards, SumToShards
-
-
-def rules(mesh: Any, exchange: bool) -> None:
-    with exchanging(exchange):
-        check_rules(communicators(mesh))
 
 
 def check_rules(comms: Communicators) -> None:
@@ -73,9 +68,11 @@ def check_rules(comms: Communicators) -> None:
     assert torch.equal(func.jvp(square, (mine,), (3 * mine,))[1], 3 * mine)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("exchange", [False, True])
-def test_collectives_have_rules_for_every_transform(pools: dict[int, Pool], exchange: bool) -> None:
-    pools[2].run(rules, exchange)
+def test_collectives_have_rules_for_every_transform(mesh: Any, exchange: bool) -> None:
+    with exchanging(exchange):
+        check_rules(communicators(mesh))
 
 
 def wires(mesh: Any) -> list[str]:

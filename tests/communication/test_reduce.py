@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.communication.backends import exchanging
+from tests.harness.groups import exchanging
 from tests.harness.meshes import MESHES, made
 from tests.harness.pool import Pool
 from yafsdp_fn.communication import flat, micro_shards

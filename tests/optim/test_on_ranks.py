@@ -11,7 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import batch, loss, model
 from yafsdp_fn import optim
 from yafsdp_fn.optim import scaling
@@ -62,7 +62,10 @@ def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Po
 RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
 
 
-def at_rates(mesh: Any, injected: bool) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("injected", [False, True])
+@on_ranks(1, 2, 3)
+def test_rates_are_those_of_the_host_in_float64(mesh: Any, injected: bool) -> None:
     """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
     rank, ranks, tx = mesh.get_local_rank(), mesh.size(), optim.sgd(RATE, momentum=0.9)
     tx = optim.contrib.inject_hyperparams(optim.sgd)(RATE, momentum=0.9) if injected else tx
@@ -76,13 +79,6 @@ def at_rates(mesh: Any, injected: bool) -> None:
         rate = RATE(number)
         expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
     compare(ya.unshard(state), expected, 1e-13, "parameters")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("injected", [False, True])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_rates_are_those_of_the_host_in_float64(pools: dict[int, Pool], world: int, injected: bool) -> None:
-    pools[world].run(at_rates, injected)
 
 
 # ---- what is refused, on every number of ranks alike

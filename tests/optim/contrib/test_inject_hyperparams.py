@@ -11,9 +11,9 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import assert_equal, batch, loss, model
-from tests.optim.test_step import Watch
+from tests.harness.watching import Watch
 from tests.optim.trees import bits, matrices
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
@@ -21,7 +21,10 @@ from yafsdp_fn import optim
 RATES = [0.5, 0.5, 0.01, 0.2, 0.2]
 
 
-def changed(mesh: Any, in_program: bool) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("in_program", [False, True])
+@on_ranks(1, 2)
+def test_a_rate_may_be_changed_between_steps(mesh: Any, in_program: bool) -> None:
     """A rate that is changed between steps, against SGD with that rate; the program stays, and its bits."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     tx = optim.contrib.inject_hyperparams(optim.sgd)(RATES[0], momentum=0.9)
@@ -39,13 +42,6 @@ def changed(mesh: Any, in_program: bool) -> None:
         trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, grads)
         expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
     compare(ya.unshard(state), expected, 1e-12, "parameters")
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("in_program", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_rate_may_be_changed_between_steps(pools: dict[int, Pool], world: int, in_program: bool) -> None:
-    pools[world].run(changed, in_program)
 
 
 def kept(mesh: Any, folder: str) -> None:
