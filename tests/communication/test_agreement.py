@@ -7,33 +7,27 @@ from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.util.torch_private import side_store
 
 
-def lose(mesh: Any) -> list[str]:
+@on_ranks(2)
+def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(mesh: Any) -> None:
     """One rank fails alone: afterwards every use of the communicators says so. They are made for this test alone."""
     comms = Communicators(mesh)
     comms.abort("together", ValueError())
-    said = [str(comms.lost)]
-    comms.abort("forward of a" if comms.rank == 0 else "backward of b", ValueError())
+    assert comms.lost is None
+    place = ("forward of a", "backward of b")[comms.rank]
+    comms.abort(place, ValueError())
     for use in (comms.check, lambda: comms.all_gather(torch.ones(8))):
-        try:
+        lost = f"rank {comms.rank}: the communicators are lost since.*{place}"
+        with pytest.raises(ya.errors.CommunicationError, match=f"(?s){lost}"):
             use()
-        except ya.errors.CommunicationError as error:
-            said.append(str(error))
-    return said
-
-
-def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(pools: dict[int, Pool]) -> None:
-    for rank, said in enumerate(pools[2].run(lose)):
-        place = ("forward of a", "backward of b")[rank]
-        assert said[0] == "None" and len(said) == 3
-        assert all(f"rank {rank}: the communicators are lost since" in text and place in text for text in said[1:])
 
 
 def says(mesh: Any) -> tuple[str | None, str]:

@@ -138,7 +138,8 @@ def test_vectors_that_are_reduced_together_are_one_message_to_each_peer(pools: d
     assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "the backend's own"
 
 
-def kept_scratch(mesh: Any) -> None:
+@on_ranks(2, 4)
+def test_scratch_is_small_and_stays(mesh: Any) -> None:
     """Made under inference mode, on a stream, and used again outside of it; never larger than the pieces in flight."""
     own = ya.mesh(device=mesh.device_type)  # other tests leave larger scratch in the groups of theirs
     comms = communicators(own)
@@ -154,11 +155,6 @@ def kept_scratch(mesh: Any) -> None:
         assert all(bool((shard == comms.ranks).all()) for shard in shards)
         group.reduce_scatters(shards[:1], [torch.ones(5 * comms.ranks)])
         assert group._scratch.data_ptr() == after
-
-
-def test_scratch_is_small_and_stays(pools: dict[int, Pool]) -> None:
-    for world in (2, 4):
-        pools[world].run(kept_scratch)
 
 
 @on_ranks(1, 2, 3)

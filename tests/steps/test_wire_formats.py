@@ -212,7 +212,8 @@ def test_adapters(mesh: Any) -> None:
 # ---- states: written by hand, skipped, saved
 
 
-def states(mesh: Any, directory: Path) -> None:
+@on_ranks(1, 2, 3)
+def test_states(mesh: Any, tmp_path: Path) -> None:
     abstract = tree(FORMATS["int8"])
     plain = Plain(abstract)
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
@@ -227,10 +228,10 @@ def states(mesh: Any, directory: Path) -> None:
     _, found = ya.value_and_grad(loss)(state.params, mine)
     off(plain.trained(ya.unshard(found)), plain.trained(grads), "written by hand")
     before = ya.checksum(state)
-    ya.checkpoint.save(directory / "own", state)
+    ya.checkpoint.save(tmp_path / "own", state)
     for wire in (FORMATS["int8"], Wire(), Wire(Scaled(torch.int8, 64))):  # leaves begin elsewhere
         like = ya.init(tree(wire), TX, mesh=mesh, precision=EXACT, seed=1)
-        loaded, _ = ya.checkpoint.load(directory / "own", like)
+        loaded, _ = ya.checkpoint.load(tmp_path / "own", like)
         assert loaded.step == 1
         off(ya.unshard(loaded), ya.unshard(state), f"loaded into {wire}")
         if wire == FORMATS["int8"]:
@@ -246,24 +247,14 @@ def states(mesh: Any, directory: Path) -> None:
     assert metrics["skipped"] == 1, "gradients that are not finite stay so in a format"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_states(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
-    pools[world].run(states, tmp_path)
-
-
 # ---- what travels, and what is planned
 
 
-def traffic(mesh: Any) -> list[tuple[int, int]]:
+@on_ranks(2, 3)
+def test_what_travels_is_what_the_program_says(mesh: Any) -> None:
     state = ya.init(tree(FORMATS["mixed"], "marked"), TX, mesh=mesh)
-    return sent(loss, state, batch_of(mesh.get_rank()))[:2]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
-    for found in pools[world].run(traffic):
-        for counted, said in found:
-            assert counted == said > 0, found
+    for counted, said in sent(loss, state, batch_of(mesh.get_rank()))[:2]:
+        assert counted == said > 0
 
 
 @on_ranks(2)

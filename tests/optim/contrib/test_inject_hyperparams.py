@@ -11,7 +11,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.small import assert_equal, batch, loss, model
 from tests.harness.watching import Watch
 from tests.optim.trees import bits, matrices
@@ -44,21 +44,18 @@ def test_a_rate_may_be_changed_between_steps(mesh: Any, in_program: bool) -> Non
     compare(ya.unshard(state), expected, 1e-12, "parameters")
 
 
-def kept(mesh: Any, folder: str) -> None:
+@on_ranks(2)
+def test_changes_are_kept(mesh: Any, tmp_path: Path) -> None:
     """Through a checkpoint, and when a state is sharded anew."""
     tx = optim.contrib.inject_hyperparams(optim.adamw)(0.1, b1=lambda count: 0.9 - 0.1 / (count + 1))
     state, step = ya.init(model(), tx, mesh=mesh), ya.train_step(loss, tx)
     state.opt_state.hyperparams["learning_rate"].fill_(0.03)
     state, _ = step(state, batch(mesh.get_rank()))
-    ya.checkpoint.save(folder, state)
-    loaded, _ = ya.checkpoint.load(folder, like=ya.init(model(), tx, mesh=mesh, seed=1))
+    ya.checkpoint.save(tmp_path, state)
+    loaded, _ = ya.checkpoint.load(tmp_path, like=ya.init(model(), tx, mesh=mesh, seed=1))
     for other in (loaded, ya.shard(state, tx)):
         assert float(other.opt_state.hyperparams["learning_rate"]) == pytest.approx(0.03)
         assert_equal((other.params, other.opt_state), (state.params, state.opt_state))
-
-
-def test_changes_are_kept(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(kept, str(tmp_path))
 
 
 def test_numbers_may_be_written_over_by_numbers() -> None:
