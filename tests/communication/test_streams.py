@@ -39,6 +39,18 @@ def test_submit_returns_at_once_and_wait_waits(stream: HostStream) -> None:
     assert done
 
 
+def test_work_waits_for_its_events_and_holds_back_what_is_behind_it(stream: HostStream) -> None:
+    seen: list[str] = []
+    gate, last = HostEvent(), HostEvent()
+    stream.submit(lambda: seen.append("first"), (gate,), HostEvent(), "first")
+    stream.submit(lambda: seen.append("second"), (), last, "second")
+    time.sleep(0.05)
+    assert seen == []
+    gate.complete()
+    last.wait()
+    assert seen == ["first", "second"]
+
+
 def test_the_workers_one_thread_is_its_own() -> None:
     script = """
         import torch
