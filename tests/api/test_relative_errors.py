@@ -13,7 +13,7 @@ import yafsdp_fn as ya
 from tests.harness.formats import EXACT, LAYERS, TX, Halves, loss, on_two_stages, tree
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.formats import Format, Wire
 
 FORMATS: dict[str, Format] = {
@@ -59,7 +59,12 @@ def in_layers(path: str) -> bool:
     return path.startswith("layers") and "gain" not in path
 
 
-def measured(mesh: Any, name: str, kind: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "name", "kind"),
+    [(1, "shard", "plain"), (2, "shard", "plain"), (2, "shard", "tied"), (2, "stages", "plain"), (4, "nodes", "tied")],
+)
+def test_of_shards_it_is_that_of_plain_weights(mesh: Any, name: str, kind: str) -> None:
     """Of weights, chosen weights and gradients, and of moments after a step."""
     abstract = tree(Wire(), kind)
     if name == "stages":
@@ -83,33 +88,19 @@ def measured(mesh: Any, name: str, kind: str) -> None:
         is_near(ya.formats.relative_errors(format, state.opt_state), {unit: max(mu[unit], nu[unit]) for unit in mu})
 
 
-@pytest.mark.parametrize(
-    ("world", "name", "kind"),
-    [(1, "shard", "plain"), (2, "shard", "plain"), (2, "shard", "tied"), (2, "stages", "plain"), (4, "nodes", "tied")],
-)
-def test_of_shards_it_is_that_of_plain_weights(pools: dict[int, Pool], world: int, name: str, kind: str) -> None:
-    pools[world].run(measured, name, kind)
-
-
-def of_marked(mesh: Any) -> None:
+@on_ranks(2)
+def test_marked_leaves_are_in_the_unit_of_their_layer(mesh: Any) -> None:
     """Pinned, frozen and separate leaves are in the unit of their layer."""
     state = ya.init(tree(Wire(), "marked"), mesh=mesh, precision=EXACT)
     found = ya.formats.relative_errors(FORMATS["int8"], state.params)
     is_near(found, by_definition(FORMATS["int8"], ya.unshard(state.params)))
 
 
-def test_marked_leaves_are_in_the_unit_of_their_layer(pools: dict[int, Pool]) -> None:
-    pools[2].run(of_marked)
-
-
-def of_odd_values(mesh: Any) -> None:
+@on_ranks(2)
+def test_of_odd_values(mesh: Any) -> None:
     """A tree without stacks; what is not finite has no error that is a number."""
     values = {"a": torch.ones(3), "b": torch.tensor([1.0, float("inf")])}
     state = ya.shard(values, mesh=mesh)
     found = ya.formats.relative_errors(FORMATS["int8"], state.params)
     assert list(found) == ["a", "b"] and found["a"] < 1e-6 and not found["b"] < 1
     assert ya.formats.relative_errors(FORMATS["int8"], state.params, lambda path: False) == {}
-
-
-def test_of_odd_values(pools: dict[int, Pool]) -> None:
-    pools[2].run(of_odd_values)

@@ -197,23 +197,6 @@ def test_each_layer_runs_once_without_grad() -> None:
     assert_equal(*outs)
 
 
-def test_two_stacks_and_plain_tensors_in_one_scan() -> None:
-    tree = {name: ya.Stacked({"w": param(3, 4, 4)}) for name in "ab"}
-    sharded, plain = states(tree)
-
-    def loss(params: Any, shift: Tensor) -> Tensor:
-        def f(c: Tensor, x: Any) -> tuple[Tensor, None]:
-            a, (b, t) = x
-            return torch.tanh(c @ a["w"] - c @ b["w"].T) + t, None
-
-        return ya.scan(f, torch.ones(2, 4), (params["a"], [params["b"], shift]))[0].sum()
-
-    both = ya.value_and_grad(loss, argnums=(0, 1))
-    shift = torch.linspace(0, 1, 12).view(3, 4)
-    for _ in range(2):
-        assert_close(both(sharded, shift), both(plain, shift))
-
-
 # ---- a KV cache, written in place
 
 

@@ -10,40 +10,9 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.api.test_scan import Carry, start, states
-from tests.harness.small import param
+from tests.api.test_scan import states
 
 TX = ya.optim.sgd(0.1)
-
-
-BODIES: dict[str, tuple[Any, str]] = {
-    "shape": (
-        lambda c, x: (Carry(c.x[:1], c.seen), None),
-        r"carry.x came in as torch.float32 \(2, 3\) and left as .*\(1, 3\)",
-    ),
-    "dtype": (
-        lambda c, x: (Carry(c.x.double(), c.seen), None),
-        r"carry.x came in as torch.float32 .* left as torch.float64",
-    ),
-    "nested": (
-        lambda c, x: (Carry(c.x, c.seen | {"count": 1}), None),
-        r"carry.seen.count came in as .*int64 .* left as int",
-    ),
-    "structure": (lambda c, x: (c.x, None), "the carry changed its structure from"),
-    "no pair": (lambda c, x: c.x, r"f must return \(carry, y\), got Tensor; without outputs return \(carry, None\)"),
-}
-
-
-@pytest.mark.parametrize("kind", ["plain", "sharded", "sharded without grad"])
-@pytest.mark.parametrize(("f", "message"), BODIES.values(), ids=BODIES)
-def test_a_carry_must_keep_its_form(kind: str, f: Any, message: str) -> None:
-    params = states()[kind == "plain"]
-
-    def loss(params: Any) -> Tensor:
-        return ya.scan(f, start(), params["s"])[0].x.sum()
-
-    with pytest.raises(TypeError, match=message):
-        ya.value_and_grad(loss)(params) if kind == "sharded" else loss(params)
 
 
 def test_errors_of_the_carry_name_the_layer() -> None:
@@ -90,16 +59,6 @@ def test_bad_xs_are_named(xs: Any, options: Any, error: type[Exception], message
     xs = optree.tree_map(lambda leaf: stack if leaf is SHARDED_STACK else leaf, xs)
     with pytest.raises(error, match=message):
         ya.scan(lambda c, x: (c, None), torch.ones(1), xs, **options)
-
-
-def test_wrong_verbs_are_named() -> None:
-    sharded, _ = states({"s": ya.Stacked({"w": param(2, 3)}), "u": {"w": param(3)}})
-    with pytest.raises(TypeError, match=r"apply on the stack 's': use ya.scan, which visits it layer by layer"):
-        ya.apply(lambda u: u, sharded["s"])
-    with pytest.raises(TypeError, match="apply on the stack 's'"):
-        ya.apply(lambda u: u, sharded)
-    with pytest.raises(TypeError, match=r"scan over 'u', which is not Stacked: use ya.apply"):
-        ya.scan(lambda c, x: (c, None), torch.ones(1), sharded["u"])
 
 
 def test_an_error_between_visits_is_of_none() -> None:

@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.groups import outcome
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import TX, base_loss, base_params, pinned
 
 HYBRID: dict[str, int] = {"replicate": 2}
@@ -84,9 +84,21 @@ def test_without_an_optimizer_a_state_is_evaluated_only(mesh: Any) -> None:
         ya.train_step(base_loss, TX)(state, batch_of(mesh.get_rank()))
 
 
-def differ(mesh: Any, how: str) -> list[str]:
+DIFFERENT = {
+    "head": "head.w differs:",
+    "layer": "layers.w differs:",
+    "pinned": "layers.pin differs:",
+    "dtype": "head.w differs:",
+    "like": "head.w differs:",
+    "module": "1.bias differs:",
+}
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "how"), [(3 if how == "layer" else 2, how) for how in DIFFERENT])
+def test_values_that_differ_between_ranks_are_told(mesh: Any, how: str) -> None:
     """What ranks with other values of one leaf say, and without the difference."""
-    rank, said = mesh.get_rank(), []
+    rank, said = mesh.get_rank(), list[str]()
     for odd in (rank == 1, False):
         if how == "module":
             torch.manual_seed(1 if odd else 0)
@@ -107,27 +119,10 @@ def differ(mesh: Any, how: str) -> list[str]:
             tree = {"head": {"w": torch.arange(8.0).view(2, 4) + int(odd)}}
             like = {"head": {"w": ya.Param((2, 4), split={"tensor": -1})}}
         said.append(outcome(lambda: ya.shard(tree, TX, mesh=mesh, like=like)))  # noqa: B023
-    return said
-
-
-DIFFERENT = {
-    "head": "head.w differs:",
-    "layer": "layers.w differs:",
-    "pinned": "layers.pin differs:",
-    "dtype": "head.w differs:",
-    "like": "head.w differs:",
-    "module": "1.bias differs:",
-}
-
-
-@pytest.mark.parametrize("how", DIFFERENT)
-def test_values_that_differ_between_ranks_are_told(pools: Pools, how: str) -> None:
-    for told, then in pools[3 if how == "layer" else 2].run(differ, how):
-        assert told.startswith(
-            "yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on the values to shard"
-        ), told
-        assert DIFFERENT[how] in told and "rank 1: torch." in told and "from_rank_0=True" in told
-        assert then == "returned"
+    told, then = said
+    assert "agreement.RanksDisagree: ranks disagree on the values to shard" in told, told
+    assert DIFFERENT[how] in told and "rank 1: torch." in told and "from_rank_0=True" in told
+    assert then == "returned"
 
 
 @on_ranks(2)

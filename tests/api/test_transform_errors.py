@@ -20,15 +20,6 @@ from tests.harness.small import (
 TX = ya.optim.sgd(0.1)
 
 
-@pytest.mark.parametrize("kind", [0, 1], ids=["sharded", "plain"])
-def test_a_loss_that_depends_on_nothing_is_refused(kind: int) -> None:
-    params = states()[kind]
-    with pytest.raises(ValueError, match="the loss does not depend on the differentiated arguments"):
-        ya.value_and_grad(lambda p, b: torch.ones(()))(params, batch())
-    with pytest.raises(ValueError, match="detached"):
-        ya.value_and_grad(lambda p, b: loss(p, b).total.detach())(params, batch())
-
-
 @pytest.mark.parametrize(
     ("run", "error", "message"),
     [
@@ -77,15 +68,6 @@ def test_a_loss_that_depends_on_nothing_is_refused(kind: int) -> None:
 def test_errors(run: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         run(states()[0])
-
-
-def test_a_wrong_schedule_is_refused_before_it_runs() -> None:
-    def forgetful(trace: Any) -> ya.Program:
-        program = ya.schedules.zero3()(trace)
-        return program.with_ops(program.ops[:-1])
-
-    with pytest.raises(ya.errors.Refused, match="rule 'once': grad slot"):
-        ya.value_and_grad(loss, schedule=forgetful)(states()[0], batch())
 
 
 @pytest.mark.parametrize("kind", ["plain", "sharded"])

@@ -64,30 +64,6 @@ def test_their_traces_say_so_before_anything_runs(mesh: Any) -> None:
     assert "rank 1: [((0,), (0,), (('psum tensor', 'psum tensor'), " in error
 
 
-@on_ranks(2)
-@pytest.mark.sampled
-@pytest.mark.parametrize("layer", [0, 2])
-@pytest.mark.parametrize("how", WRONG)
-def test_ranks_say_so(_: Any, how: str, layer: int) -> None:
-    """In a first step, in which rank 1 calls something else in one layer."""
-    mesh, rank = ya.mesh(device="cpu", tensor=2), torch.distributed.get_rank()
-    tree = {"layers": ya.Stacked({"w": ya.Param((3, 4), split={"tensor": -1}), "number": ya.Param((3,))})}
-    state = ya.shard({"layers": {"w": torch.ones(3, 4), "number": torch.arange(3.0)}}, TX, mesh=mesh, like=tree)
-
-    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        mine = (x * w["w"].sum()).exp()
-        odd = rank == 1 and int(w["number"]) == layer
-        return (WRONG[how](mine) if odd else ya.psum(mine, "tensor")) * 0.01, None
-
-    def loss(params: Any, x: Tensor) -> Tensor:
-        return ya.scan(block, x, params["layers"])[0].sum()
-
-    with pytest.raises(RuntimeError) as caught:
-        ya.train_step(loss, TX)(state, torch.full((2,), 0.1))
-    error = f"{type(caught.value).__name__}: {caught.value}"
-    assert error.startswith("RanksDisagree: ranks disagree on ") and "psum over 'tensor' of torch.float" in error
-
-
 def alike(_: Any) -> list[float]:
     """Losses of three steps, whose loss sums what has no derivative: that sum does not go back."""
     mesh = ya.mesh(device="cpu", tensor=2)

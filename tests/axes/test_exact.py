@@ -123,50 +123,22 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
 
 SP = Options(sequence_parallel=True)
 NOISY = Options(sequence_parallel=True, dropout=0.2)
-CASES = [
-    ({"tensor": 2}, PLAIN, "zero3", 1),
-    ({"tensor": 2}, NOISY, "zero2", 2),
-    ({"context": 2}, PLAIN, "zero3", 1),
-    ({"context": 2}, Options(zigzag=True), "recomputed", 1),
-    ({"expert": 2}, PLAIN, "recomputed", 2),
+SOME = [
+    (2, {"tensor": 2}, PLAIN, "zero3", 1),
+    (2, {"tensor": 2}, NOISY, "zero2", 2),
+    nightly(2, {"context": 2}, PLAIN, "zero3", 1),
+    (2, {"context": 2}, Options(zigzag=True), "recomputed", 1),
+    (2, {"expert": 2}, PLAIN, "recomputed", 2),
+    (4, {"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
+    nightly(4, {"shard": 2, "tensor": 2}, SP, "zero3", 1),
+    (4, {"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
+    nightly(4, {"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
+    nightly(4, {"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
+    nightly(4, {"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
+    (4, {"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
+    nightly(4, {"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
+    nightly(4, {"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
 ]
-
-
-@on_ranks(2)
-@pytest.mark.sampled
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), CASES)
-def test_an_axis_of_two(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    exact(mesh, axes, of, schedule, microbatches)
-
-
-FOUR = [
-    ({"shard": 2, "tensor": 2}, PLAIN, "zero1", 2),
-    nightly({"shard": 2, "tensor": 2}, SP, "zero3", 1),
-    ({"expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 2),
-    nightly({"shard": 2, "tensor": 2}, Options(tied=True, sequence_parallel=True, frozen=True), "recomputed", 1),
-    nightly({"context": 2, "tensor": 2}, PLAIN, "zero2", 1),
-    nightly({"local": 1, "tensor": 2}, PLAIN, "secondary", 2),
-]
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), FOUR)
-def test_four_ranks(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    exact(mesh, axes, of, schedule, microbatches)
-
-
-STAGES = [
-    ({"stage": 2, "tensor": 2}, NOISY, "1f1b", 2),
-    nightly({"stage": 2, "expert": 2}, Options(tied=True), "interleaved", 2),
-    nightly({"stage": 2, "context": 2}, Options(zigzag=True), "zero-bubble", 4),
-]
-
-
-@on_ranks(4)
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), STAGES)
-def test_stages(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    exact(mesh, axes, of, schedule, microbatches)
-
 
 # ---- nightly: every mesh with every schedule, and three axes on eight ranks
 
@@ -194,39 +166,31 @@ def in_turn(meshes: list[dict[str, int]], schedules: Any) -> list[Any]:
         of = TURNS[at % len(TURNS)]
         if name in ("secondary", "interleaved", "v"):  # layers share a slot, or are in several segments
             of = of._replace(unroll=1)
-        out.append((axes, of, name, 1 + (at % 2 and rows > 1)))
+        out.append(nightly(4, axes, of, name, 1 + (at % 2 and rows > 1)))
     return out
 
 
 EVERY = [*in_turn(MESHES, SCHEDULES), *in_turn([{"stage": 2, name: 2} for name in INSIDE], PIPELINES)]
-EVERY += [({"tensor": 4}, Options(dropout=0.2), "recomputed", 2)]
-
-
-@on_ranks(4)
-@pytest.mark.nightly
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EVERY)
-def test_every_schedule(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
-    exact(mesh, axes, of, schedule, microbatches)
-
-
+EVERY += [nightly(4, {"tensor": 4}, Options(dropout=0.2), "recomputed", 2)]
 EIGHT = [
-    ({"expert": 2, "context": 2, "tensor": 2}, Options(sequence_parallel=True, zigzag=True), "zero3", 1),
-    ({"shard": 2, "context": 2, "tensor": 2}, Options(tied=True, unroll=2), "zero1", 1),
-    ({"shard": 2, "expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 1),
-    ({"shard": 2, "expert": 2, "context": 2}, PLAIN, "offloaded", 1),
-    ({"local": 2, "tensor": 2}, SP, "secondary", 1),
-    ({"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
-    ({"stage": 2, "shard": 2, "tensor": 2}, SP, "1f1b", 1),
-    ({"stage": 2, "expert": 2, "tensor": 2}, Options(tied=True), "zero-bubble, recomputed", 2),
-    ({"stage": 2, "replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "interleaved", 2),
-    ({"stage": 2, "local": 1, "tensor": 2}, PLAIN, "v", 2),
+    nightly(8, {"expert": 2, "context": 2, "tensor": 2}, Options(sequence_parallel=True, zigzag=True), "zero3", 1),
+    nightly(8, {"shard": 2, "context": 2, "tensor": 2}, Options(tied=True, unroll=2), "zero1", 1),
+    nightly(8, {"shard": 2, "expert": 2, "tensor": 2}, Options(frozen=True), "recomputed", 1),
+    nightly(8, {"shard": 2, "expert": 2, "context": 2}, PLAIN, "offloaded", 1),
+    nightly(8, {"local": 2, "tensor": 2}, SP, "secondary", 1),
+    nightly(8, {"replicate": 2, "shard": 2, "tensor": 2}, SP, "zero2", 1),
+    nightly(8, {"stage": 2, "shard": 2, "tensor": 2}, SP, "1f1b", 1),
+    nightly(8, {"stage": 2, "expert": 2, "tensor": 2}, Options(tied=True), "zero-bubble, recomputed", 2),
+    nightly(8, {"stage": 2, "replicate": 2, "shard": 1, "tensor": 2}, PLAIN, "interleaved", 2),
+    nightly(8, {"stage": 2, "local": 1, "tensor": 2}, PLAIN, "v", 2),
 ]
 
 
-@on_ranks(8)
-@pytest.mark.nightly
-@pytest.mark.parametrize(("axes", "of", "schedule", "microbatches"), EIGHT)
-def test_eight_ranks(mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "axes", "of", "schedule", "microbatches"), [*SOME, *EVERY, *EIGHT])
+def test_gradients_and_steps_are_those_of_the_plain_loop(
+    mesh: Any, axes: Any, of: Options, schedule: str, microbatches: int
+) -> None:
     exact(mesh, axes, of, schedule, microbatches)
 
 

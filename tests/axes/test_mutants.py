@@ -1,5 +1,5 @@
-"""A visit's collective left out, doubled, swapped with its neighbour, of another kind, over another axis, or without
-its adjoint, in one layer.
+"""A visit's collective left out, doubled, swapped with its neighbour, of another kind or size, over another axis, or
+without its adjoint, in one layer.
 
     on one rank, in the first step    all ranks say so, before it runs
     on one rank, in a later step      that rank says so, before it runs or at the visit's end; the others wait, and the
@@ -55,6 +55,7 @@ MUTANTS: dict[str, Calls] = {
     "swapped": (gathered, psum, passed_on),
     "of another kind": (passed_on, gathered, passed_on),
     "over another axis": (lambda x: psum(x, "context"), gathered, passed_on),
+    "of another size": (lambda x: psum(torch.cat([x, x]))[: len(x)], gathered, passed_on),
     "without its adjoint": (lambda x: psum(x.detach()) + x - x.detach(), gathered, passed_on),
 }
 
@@ -123,6 +124,7 @@ SAID = {
     "swapped": LATE + "0 to be psum over 'tensor', 96 bytes; got all_gather over 'tensor', 192 bytes",
     "of another kind": LATE + "0 to be psum over 'tensor', 96 bytes; got ppermute over 'tensor', 96 bytes",
     "over another axis": LATE + "0 to be psum over 'tensor', 96 bytes; got psum over 'context', 96 bytes",
+    "of another size": LATE + "0 to be psum over 'tensor', 96 bytes; got psum over 'tensor', 192 bytes",
     "without its adjoint": LATE.replace("forward", "backward") + "2 to be psum over 'tensor', 96 bytes; got none",
 }
 ADVICE = "Is there a branch on values around it (if, .item())?"
@@ -153,6 +155,7 @@ DAILY = [
     ("the last left out", LATER, [0, 1], TENSOR, "all"),
     nightly("without its adjoint", LATER, [1], TENSOR, "all"),
     ("doubled", 0, [1], TENSOR, "none"),
+    ("of another size", 0, [1], TENSOR, "all"),
     ("left out", -1, [0, 1], TENSOR, "none"),
 ]
 

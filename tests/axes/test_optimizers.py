@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import optree
 import pytest
@@ -18,10 +17,9 @@ from tests.axes.model import H, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools, on_ranks
-from tests.optim.test_leafwise import centralized, rows, sizes
+from tests.optim.test_leafwise import centralized, exchanged, rows, sizes
 from yafsdp_fn import optim
 from yafsdp_fn.checkpoint import load, save
-from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
 
 STEPS = 3
@@ -111,22 +109,10 @@ def test_on_more_meshes(mesh: Any, axes: dict[str, int]) -> None:
 
 
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
-    """Bytes that this rank sends in the exchanges of a step, and what the program says that ranks do on average."""
     tx, mesh = TXS["muon"], mesh_of(**axes)
     state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
     step = ya.train_step(loss_of(), tx, schedule=ya.schedules.zero2())
-    program = step.lower(state, ya.shard_batch(batch_of(0), mesh))
-    found: list[int] = []
-    real = GlooGroup.exchange
-
-    def counted(group: Any, received: Any, parts: Any) -> None:
-        if group is state.memory.comms.reduce_group:
-            found.append(sum(part.nbytes for part in parts))
-        real(group, received, parts)
-
-    with mock.patch.object(GlooGroup, "exchange", counted):
-        step(state, ya.shard_batch(batch_of(0), mesh))
-    return sum(found), program.wire_bytes()["exchange"]
+    return exchanged(step, state, ya.shard_batch(batch_of(0), mesh))
 
 
 @pytest.mark.nightly

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from yafsdp_fn.communication.micro_shards import micro_shard_seed, microbatches_on
 from yafsdp_fn.communication.ranks import Axis, Ranks
 
 CPU = torch.device("cpu")
@@ -21,19 +20,6 @@ def ranks_at(shard: int, replica: int = 1, **places: int) -> Ranks:
         rank = rank * size + places.get(name, 0)
     axes = {name: Axis(size, places.get(name, 0)) for name, size in SIZES.items()}
     return Ranks(2, 1, 24, CPU, rank, replica, axes=axes)
-
-
-def test_batches_and_seeds() -> None:
-    ranks = ranks_at(1, expert=1, context=1, tensor=2)
-    assert (ranks.ranks, ranks.world) == (24, 48)
-    assert (ranks.batch_ranks, ranks.batch_rank) == (8, 7)  # replicas, shard and expert
-    assert ranks.seed_rank == 15  # and context
-    assert ranks_at(1, expert=1, context=1, tensor=0).seed_rank == 15
-    assert ranks_at(1, expert=1, context=0, tensor=2).seed_rank == 14
-    seeds = {
-        ranks_at(s, r, expert=e, context=c).seed_rank for s in (0, 1) for r in (0, 1) for e in (0, 1) for c in (0, 1)
-    }
-    assert seeds == set(range(16))
 
 
 def test_the_ranks_of_a_unit_that_is_split() -> None:
@@ -58,22 +44,6 @@ def test_a_unit_that_is_split_on_nodes() -> None:
     assert [few.rank for few in found[1::3]] == [0, 1, 2, 3]
     whole = Ranks(1, 2, 3, CPU, 4, axes={"tensor": Axis(3, 1)}).without(("tensor",))  # all of a node
     assert (whole.ranks, whole.nodes, whole.local_ranks, whole.rank) == (2, 2, 1, 1)
-
-
-def test_places_for_deterministic_sums() -> None:
-    """Ranks that work on one micro-shard draw by it; those of `context` have each a part of its sequences."""
-    drawn = []
-    for shards in (1, 2):  # 4 micro-shards
-        for rank in range(4 * shards):
-            axes = {"context": Axis(2, rank // 2 % 2), "tensor": Axis(2, rank % 2)}
-            ranks = Ranks(1, 1, 4 * shards, CPU, rank, axes=axes)
-            ranks.set_micro_shards(4)
-            own = microbatches_on(ranks, None)
-            assert own == 4 // shards
-            drawn.append((shards, [micro_shard_seed(ranks, microbatch) for microbatch in range(own)]))
-    one, two = ([seeds for shards, seeds in drawn if shards == count] for count in (1, 2))
-    assert one == [[(g, c) for g in range(4)] for c in (0, 0, 1, 1)]
-    assert two == [[(g, c) for g in range(s, 4, 2)] for s in (0, 1) for c in (0, 0, 1, 1)]
 
 
 @pytest.mark.parametrize("across", [("tensor",), ("expert",), ("expert", "tensor"), ("expert", "context", "tensor")])

@@ -22,6 +22,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
 from tests.harness.damage import byte_damage, json_damage
+from tests.harness.pool import on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint.content import MANIFEST
 from yafsdp_fn.checkpoint.folder import SUMS, AllRanks, Damaged, verify, write
@@ -30,7 +31,7 @@ ALL = os.environ.get("FUZZ") == "all"
 FIRST = "rank-00000.safetensors"
 
 
-def saved(mesh: Any, directory: str) -> Path:
+def saved(mesh: Any, directory: Path) -> Path:
     return checkpoint.save(directory, stepped(ya.init(net(), TX, mesh=mesh), 1), {"position": 17})
 
 
@@ -47,8 +48,9 @@ def flip(file: Path, bit: int) -> None:
         opened.write(bytes([byte ^ 1 << bit % 8]))
 
 
-def finds_flips(mesh: Any, directory: str) -> None:
-    folder, draw = saved(mesh, directory), random.Random(0)
+@on_ranks(1)
+def test_every_flipped_bit_of_a_thousand_is_found(mesh: Any, tmp_path: Path) -> None:
+    folder, draw = saved(mesh, tmp_path), random.Random(0)
     files = sorted(path for path in folder.iterdir())
     assert len(files) == 3
     for number in range(1000):
@@ -61,10 +63,6 @@ def finds_flips(mesh: Any, directory: str) -> None:
     verify(folder, AllRanks())
 
 
-def test_every_flipped_bit_of_a_thousand_is_found(pools: Pools, tmp_path: Path) -> None:
-    pools[1].run(finds_flips, str(tmp_path))
-
-
 class Payload:
     """Writes a file when it is unpickled."""
 
@@ -75,48 +73,42 @@ class Payload:
         return Path.write_text, (self.proof, "run")
 
 
-def planted(mesh: Any, directory: str) -> None:
+@on_ranks(1)
+def test_a_pickle_is_never_opened_as_one(mesh: Any, tmp_path: Path) -> None:
     """A pickle under every name that torch, or an earlier version, would open one by; whole, and in place of a file."""
-    folder, proof = saved(mesh, directory), Path(directory) / "proof"
+    folder, proof = saved(mesh, tmp_path), tmp_path / "proof"
     text = pickle.dumps(Payload(proof))
     for name in (".metadata", "__0_0.distcp", "rank-00009.safetensors", "manifest.pkl"):
         (folder / name).write_bytes(text)
         with pytest.raises(Damaged, match=f"holds {re.escape(name)}, which was not written with it"):
-            load(mesh, Path(directory))
+            load(mesh, tmp_path)
         resummed(folder)
         if name.endswith(".safetensors"):
             with pytest.raises(checkpoint.CheckpointError, match=r"rank-00009\.safetensors cannot be read"):
-                load(mesh, Path(directory))
+                load(mesh, tmp_path)
         else:
-            load(mesh, Path(directory))
+            load(mesh, tmp_path)
         (folder / name).unlink()
         resummed(folder)
     (folder / FIRST).write_bytes(text)
     resummed(folder)
     for find in (
         load,
-        lambda *given: checkpoint.load_params(directory, ya.init(net(), ya.optim.identity(), mesh=mesh)),
+        lambda *given: checkpoint.load_params(tmp_path, ya.init(net(), ya.optim.identity(), mesh=mesh)),
     ):
         with pytest.raises(checkpoint.CheckpointError, match=rf"{FIRST} cannot be read"):
-            find(mesh, Path(directory))
+            find(mesh, tmp_path)
     assert not proof.exists()
 
 
-def test_a_pickle_is_never_opened_as_one(pools: Pools, tmp_path: Path) -> None:
-    pools[1].run(planted, str(tmp_path))
-
-
-def of_an_earlier_format(mesh: Any, directory: str) -> None:
-    folder = saved(mesh, directory)
+@on_ranks(1)
+def test_checkpoints_of_earlier_versions_are_refused_by_a_sentence(mesh: Any, tmp_path: Path) -> None:
+    folder = saved(mesh, tmp_path)
     facts = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**facts, "format": 2}))
     resummed(folder)
     with pytest.raises(checkpoint.CheckpointError, match=r"format 2, expected 3; go on with the version"):
-        load(mesh, Path(directory))
-
-
-def test_checkpoints_of_earlier_versions_are_refused_by_a_sentence(pools: Pools, tmp_path: Path) -> None:
-    pools[1].run(of_an_earlier_format, str(tmp_path))
+        load(mesh, tmp_path)
 
 
 def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -165,32 +157,26 @@ EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
-def edited(mesh: Any, directory: str, kind: str) -> None:
-    folder = saved(mesh, directory)
+@on_ranks(1)
+@pytest.mark.parametrize("kind", EDITS)
+def test_figures_and_names_are_checked_before_they_are_used(mesh: Any, tmp_path: Path, kind: str) -> None:
+    folder = saved(mesh, tmp_path)
     change, text = EDITS[kind]
     change(folder / FIRST)
     resummed(folder)
     with pytest.raises(checkpoint.CheckpointError, match=text) as caught:
-        load(mesh, Path(directory))
+        load(mesh, tmp_path)
     assert len(str(caught.value)) < 1000
 
 
-@pytest.mark.parametrize("kind", EDITS)
-def test_figures_and_names_are_checked_before_they_are_used(pools: Pools, tmp_path: Path, kind: str) -> None:
-    pools[1].run(edited, str(tmp_path), kind)
-
-
-def linked(mesh: Any, directory: str) -> None:
-    folder = saved(mesh, directory)
-    outside = (folder / FIRST).rename(Path(directory) / "outside")
+@on_ranks(1)
+def test_links_are_not_followed(mesh: Any, tmp_path: Path) -> None:
+    folder = saved(mesh, tmp_path)
+    outside = (folder / FIRST).rename(tmp_path / "outside")
     (folder / FIRST).symlink_to(outside)
     resummed(folder)
     with pytest.raises(checkpoint.CheckpointError, match=rf"{FIRST} is missing"):
         verify(folder, AllRanks())
-
-
-def test_links_are_not_followed(pools: Pools, tmp_path: Path) -> None:
-    pools[1].run(linked, str(tmp_path))
 
 
 def resummed(folder: Path) -> None:
@@ -215,15 +201,15 @@ def changed(data: bytes, draw: random.Random, others: list[bytes], *, of_json: b
     return byte_damage(data, draw)
 
 
-def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
+def fuzzed(mesh: Any, directory: Path, name: str, count: int) -> Counter[str]:
     folder = saved(mesh, directory)
-    state, _ = load(mesh, Path(directory))
+    state, _ = load(mesh, directory)
     good, outcomes, draw = whole(state), Counter[str](), random.Random(name)
     file = folder / name
     data = file.read_bytes()
     begin = 8 + struct.unpack("<Q", data[:8])[0]  # of the numbers of a file of safetensors
     others = [data, *(path.read_bytes() for path in folder.iterdir())]
-    load(mesh, Path(directory))
+    load(mesh, directory)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
         if name == "manifest.json":
@@ -232,7 +218,7 @@ def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
             file.write_bytes(changed(data[:begin], draw, others, of_json=False) + data[begin:])
         resummed(folder)
         try:
-            state, extra = load(mesh, Path(directory))
+            state, extra = load(mesh, directory)
         except checkpoint.CheckpointError as error:
             assert str(folder) in str(error), error
             outcomes["refused"] += 1
@@ -248,6 +234,6 @@ def fuzzed(mesh: Any, directory: str, name: str, count: int) -> Counter[str]:
 @pytest.mark.parametrize("name", ["manifest.json", FIRST])
 def test_fuzzed(pools: Pools, tmp_path: Path, name: str) -> None:
     """The digests are made anew, so that what is behind them is reached."""
-    outcomes = pools[1].run(fuzzed, str(tmp_path), name, 10_000 if ALL else 150, timeout=900)[0]
+    outcomes = pools[1].run(fuzzed, tmp_path, name, 10_000 if ALL else 150, timeout=900)[0]
     print(name, dict(outcomes))
     assert outcomes["refused"] > 10

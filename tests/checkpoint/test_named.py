@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import Pools
+from tests.harness.pool import on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.params.tree import named_leaves
 
@@ -177,8 +178,10 @@ def test_moments_from_fsdp2_and_back(pools: Pools, tmp_path: Path) -> None:
         assert all(torch.equal(again[key], stepped[key].float()) for key in before)
 
 
-def unequal_steps(mesh: Any, source: str, target: str) -> None:
+@on_ranks(1)
+def test_moments_that_do_not_fit(mesh: Any, tmp_path: Path) -> None:
     """A parameter that began later has taken fewer steps; the state stays as it was."""
+    source, target = str(tmp_path / "ours"), str(tmp_path / "changed")
     state = ya.init(params(), ya.optim.adam(0.1), mesh=mesh)
     state = state.apply_gradients(ya.normal_like(1, state.params), ya.optim.adam(0.1))
     checkpoint.save_moments(source, state, moments_of)
@@ -198,24 +201,17 @@ def unequal_steps(mesh: Any, source: str, target: str) -> None:
         checkpoint.save_moments(f"{target}-2", muon, moments_of)
 
 
-def test_moments_that_do_not_fit(pools: Pools, tmp_path: Path) -> None:
-    pools[1].run(unequal_steps, str(tmp_path / "ours"), str(tmp_path / "changed"))
-
-
-def masked_decay(mesh: Any, folder: str) -> None:
+@on_ranks(2)
+def test_moments_of_an_adam_whose_decay_is_masked(mesh: Any, tmp_path: Path) -> None:
     """The mask is of the decay: the moments are those of all parameters, in one Adam."""
     tx = ya.optim.adamw(0.1, mask=lambda path, param: path.endswith("weight"))
     state = ya.init(params(), tx, mesh=mesh)
     state = state.apply_gradients(ya.normal_like(1, state.params), tx)
-    checkpoint.save_moments(folder, state, moments_of)
-    again = checkpoint.load_moments(folder, ya.init(params(), tx, mesh=mesh), moments_of)
+    checkpoint.save_moments(tmp_path / "moments", state, moments_of)
+    again = checkpoint.load_moments(tmp_path / "moments", ya.init(params(), tx, mesh=mesh), moments_of)
     kept, found = (ya.unshard(of.opt_state[0].nu) for of in (state, again))
     assert torch.equal(found["norm"]["bias"], kept["norm"]["bias"]) and kept["norm"]["bias"].any()
     assert torch.equal(found["layers"]["up"]["weight"], kept["layers"]["up"]["weight"])
-
-
-def test_moments_of_an_adam_whose_decay_is_masked(pools: Pools, tmp_path: Path) -> None:
-    pools[2].run(masked_decay, str(tmp_path / "moments"))
 
 
 def params() -> dict[str, Any]:

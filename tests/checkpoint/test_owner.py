@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
+from tests.harness.pool import on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint import content
 
@@ -75,7 +76,8 @@ def test_of_two_states_on_two_meshes_the_second_is_refused(pools: Pools, tmp_pat
         assert not error or "give each a folder of its own" in error or "name a new folder" in error, error
 
 
-def overlapping(mesh: Any, directory: str) -> str:
+@on_ranks(1, 2)
+def test_a_save_that_is_under_way_is_not_swept(mesh: Any, tmp_path: Path) -> None:
     """While a save writes, another one of another state begins in its folder."""
     first, second = (stepped(ya.init(net(), TX, mesh=mesh, seed=seed), 1) for seed in (1, 2))
     gate, under_way, write = threading.Event(), threading.Event(), content.write
@@ -85,7 +87,7 @@ def overlapping(mesh: Any, directory: str) -> str:
         gate.wait()
         write(*args)
 
-    with pytest.MonkeyPatch.context() as patch, checkpoint.Saver(directory) as saver:
+    with pytest.MonkeyPatch.context() as patch, checkpoint.Saver(tmp_path) as saver:
         if mesh.get_rank() == 0:
             patch.setattr(content, "write", late)
         saver.save(first)
@@ -94,20 +96,13 @@ def overlapping(mesh: Any, directory: str) -> str:
             patch.undo()
         dist.barrier()
         try:
-            with pytest.raises(checkpoint.CheckpointError) as caught:
-                checkpoint.save(directory, second)
+            with pytest.raises(checkpoint.CheckpointError, match="rank 0: another save is writing there"):
+                checkpoint.save(tmp_path, second)
             dist.barrier()
         finally:
             gate.set()
-    got, _ = checkpoint.load(directory, ya.init(net(), TX, mesh=mesh))
+    got, _ = checkpoint.load(tmp_path, ya.init(net(), TX, mesh=mesh))
     assert got.seed == 1 and same(whole(got), whole(first))
-    checkpoint.save(directory, second)
-    got, _ = checkpoint.load(directory, ya.init(net(), TX, mesh=mesh))
+    checkpoint.save(tmp_path, second)
+    got, _ = checkpoint.load(tmp_path, ya.init(net(), TX, mesh=mesh))
     assert got.seed == 2 and same(whole(got), whole(second))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_save_that_is_under_way_is_not_swept(pools: Pools, tmp_path: Path, ranks: int) -> None:
-    for error in pools[ranks].run(overlapping, str(tmp_path)):
-        assert "rank 0: another save is writing there" in error, error

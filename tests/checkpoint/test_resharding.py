@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint.io import load, load_params, save
 
@@ -120,20 +120,20 @@ SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
     "zero3 on 3": (3, {}, ya.schedules.zero3(update=True)),
     "zero3 on 4": (4, {}, ya.schedules.zero3()),
     "hsdp on 2 x 2": (4, {"replicate": 2}, ya.schedules.zero3()),
+    "hpz on 2 nodes": (4, {"local": 2}, ya.schedules.hpz(6)),
     "ddp on 2": (2, {"replicate": 2, "shard": 1}, ya.schedules.zero2()),
 }
 ROWS = torch.arange(24) % 7
-UNCLIPPED = ya.optim.adamw(1e-2, weight_decay=0.1)
 
 
 def losses(_: Any, shape: str, directory: str | None, begins: int, ends: int) -> tuple[list[float], list[Tensor]]:
     """Of steps from `begins`, where a checkpoint is loaded, to `ends`, where one is written; 24 rows over all ranks."""
     _, axes, schedule = SHAPES[shape]
     mesh = ya.mesh(**axes)
-    state = ya.init(net(), UNCLIPPED, mesh=mesh, precision=ya.Precision(param=torch.float64, compute=torch.float64))
+    state = ya.init(net(), TX, mesh=mesh, precision=ya.Precision(param=torch.float64, compute=torch.float64))
     if begins and directory:
         state, _extra = load(f"{directory}/{begins}", state)
-    step, out = ya.train_step(by_row, UNCLIPPED, schedule=schedule), []
+    step, out = ya.train_step(by_row, TX, schedule=schedule), []
     while state.step < ends:
         state, metrics = step(state, ya.shard_batch(ROWS, mesh))
         out.append(float(metrics["loss"]))
@@ -263,12 +263,13 @@ def test_the_newest_or_a_given_step(pools: Pools, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
 
 
-def loads_beside(mesh: Any, directory: str) -> None:
+@on_ranks(2)
+def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(mesh: Any, tmp_path: Path) -> None:
     state = stepped(ya.init(net(), TX, mesh=mesh), 1)
-    save(directory, state)
+    save(tmp_path, state)
     before = whole(moved := stepped(state.copy(), 1))
     for load_it, donated in ((load, False), (load_params, False), (load, True)):
-        found = load_it(directory, moved, donate=True) if donated else load_it(directory, like=moved)
+        found = load_it(tmp_path, moved, donate=True) if donated else load_it(tmp_path, like=moved)
         loaded = found[0] if isinstance(found, tuple) else found
         want, got = ya.unshard(state.params), ya.unshard(loaded.params)
         assert same(optree.tree_leaves(got), optree.tree_leaves(want)) and loaded.step == state.step
@@ -276,10 +277,6 @@ def loads_beside(mesh: Any, directory: str) -> None:
             assert same(whole(moved), before) and moved.check() is moved
     with pytest.raises(RuntimeError, match="donated"):
         moved.check()
-
-
-def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(pools: Pools, tmp_path: Path) -> None:
-    pools[2].run(loads_beside, str(tmp_path))
 
 
 def loading_fails(mesh: Any, directory: str, kind: str) -> None:
@@ -374,20 +371,16 @@ def test_a_donated_state_is_not_saved(pools: Pools, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def in_other_circumstances(mesh: Any, directory: str) -> None:
-    del mesh
+@on_ranks(2)
+def test_a_deterministic_run_that_goes_on_in_other_circumstances_is_told(_: Any, tmp_path: Path) -> None:
     exact = ya.mesh(deterministic=12)
-    save(directory, ya.init(net(), TX, mesh=exact))
+    save(tmp_path, ya.init(net(), TX, mesh=exact))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
         with pytest.warns(
             UserWarning, match=rf"'threads': '{threads}'.*'threads': '{threads + 1}'.*: bits will not be"
         ):
-            load(directory, ya.init(net(), TX, mesh=exact))
+            load(tmp_path, ya.init(net(), TX, mesh=exact))
     finally:
         torch.set_num_threads(threads)
-
-
-def test_a_deterministic_run_that_goes_on_in_other_circumstances_is_told(pools: Pools, tmp_path: Path) -> None:
-    pools[2].run(in_other_circumstances, str(tmp_path))

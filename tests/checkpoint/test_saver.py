@@ -14,12 +14,14 @@ import torch
 
 import yafsdp_fn as ya
 from tests.checkpoint.test_resharding import TX, Pools, loss, net, same, stepped, whole
+from tests.harness.pool import on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint import folder, tensors
 from yafsdp_fn.checkpoint.io import Job
 
 
-def saves_beside_steps(mesh: Any, directory: str) -> None:
+@on_ranks(1, 2, 3)
+def test_what_is_saved_is_the_state_of_that_moment(mesh: Any, tmp_path: Path) -> None:
     """The thread may not write before the state that it was given has been stepped, twice, in place."""
     state = stepped(ya.init(net(), TX, mesh=mesh, seed=4), 1)
     step = ya.train_step(loss, TX)
@@ -30,7 +32,7 @@ def saves_beside_steps(mesh: Any, directory: str) -> None:
         gate.wait()
         return write(job, ranks)
 
-    with pytest.MonkeyPatch.context() as patch, checkpoint.Saver(directory, keep_last=2) as saver:
+    with pytest.MonkeyPatch.context() as patch, checkpoint.Saver(tmp_path, keep_last=2) as saver:
         patch.setattr(Job, "write", late)
         assert saver.wait() is None
         for _ in range(2):
@@ -39,20 +41,15 @@ def saves_beside_steps(mesh: Any, directory: str) -> None:
             for _ in range(2):
                 state, _ = step(state, torch.arange(6) % 7)
             gate.set()
-            assert saver.wait() == Path(directory) / folder.folder_name(state.step - 2)
+            assert saver.wait() == tmp_path / folder.folder_name(state.step - 2)
             gate.clear()
         gate.set()
         saver.save(state)  # left to the end of the context
     for number, saved in ((3, expected[1]), (5, whole(state))):
-        got, extra = checkpoint.load(directory, ya.init(net(), TX, mesh=mesh), step=number)
+        got, extra = checkpoint.load(tmp_path, ya.init(net(), TX, mesh=mesh), step=number)
         assert same(whole(got), saved), number
         assert (got.seed, extra) == (4, {"position": 3} if number == 3 else {})
         assert got.program is not None
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_what_is_saved_is_the_state_of_that_moment(pools: Pools, tmp_path: Path, ranks: int) -> None:
-    pools[ranks].run(saves_beside_steps, str(tmp_path))
     assert sorted(folder.complete(tmp_path)) == [3, 5]
 
 
@@ -95,39 +92,32 @@ def test_a_failure_is_every_ranks_and_the_next_save_may_work(pools: Pools, tmp_p
         assert "rank 0: FileExistsError" in error or "rank 0: NotADirectoryError" in error, error
 
 
-def full_disk(mesh: Any, directory: str) -> str:
+@on_ranks(1, 2)
+def test_a_full_disk_is_called_one(mesh: Any, tmp_path: Path) -> None:
     """The kernel's own answer, in the middle of a file: no more bytes than so many."""
-
+    last = mesh.size() - 1
     before, then = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        if mesh.get_rank() == mesh.size() - 1:
+        if mesh.get_rank() == last:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
         with pytest.raises(checkpoint.CheckpointError) as caught:
-            checkpoint.save(directory, ya.init(net(), TX, mesh=mesh))
+            checkpoint.save(tmp_path, ya.init(net(), TX, mesh=mesh))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, then)
-    checkpoint.save(directory, ya.init(net(), TX, mesh=mesh))
-    return str(caught.value)
+    checkpoint.save(tmp_path, ya.init(net(), TX, mesh=mesh))
+    said = str(caught.value)
+    assert f"saving step 0 in {tmp_path}: rank {last}: OSError: " in said and "File too large" in said, said
+    assert f"{tmp_path}/step-00000000.partial/rank-0000{last}.safetensors" in said, said
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_full_disk_is_called_one(pools: Pools, tmp_path: Path, ranks: int) -> None:
-    for error in pools[ranks].run(full_disk, str(tmp_path)):
-        assert f"saving step 0 in {tmp_path}: rank {ranks - 1}: OSError: " in error and "File too large" in error, error
-        assert f"{tmp_path}/step-00000000.partial/rank-0000{ranks - 1}.safetensors" in error, error
-
-
-def refuses(mesh: Any, directory: str) -> None:
+@on_ranks(2)
+def test_bad_arguments(mesh: Any, tmp_path: Path) -> None:
     state = ya.init(net(), TX, mesh=mesh)
     with pytest.raises(ValueError, match=r"keep_last is 0: expected a positive number"):
-        checkpoint.save(directory, state, keep_last=0)
+        checkpoint.save(tmp_path, state, keep_last=0)
     with pytest.raises(TypeError, match=r"extra: expected what JSON can hold: .*Tensor"):
-        checkpoint.save(directory, state, {"t": torch.ones(1)})
+        checkpoint.save(tmp_path, state, {"t": torch.ones(1)})
     with pytest.raises(RuntimeError, match=r"what to save.*extra"):
-        checkpoint.save(directory, state, {"position": mesh.get_rank()})
-
-
-def test_bad_arguments(pools: Pools, tmp_path: Path) -> None:
-    pools[2].run(refuses, str(tmp_path))
+        checkpoint.save(tmp_path, state, {"position": mesh.get_rank()})
     assert list(tmp_path.iterdir()) == []

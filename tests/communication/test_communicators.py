@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness.meshes import MESHES
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model, one_rank
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.streams import HostEvent
@@ -39,7 +39,9 @@ def test_one_rank_needs_no_streams_and_no_groups() -> None:
 TX = ya.optim.sgd(0.1)
 
 
-def ended(mesh: Any, name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", ["shard", "replicate"])
+def test_communicators_end_with_the_last_that_holds_their_mesh(mesh: Any, name: str) -> None:
     """Of a mesh that trained a state: both dropped, or the state alone kept until the end."""
     known = {id(thread) for thread in threading.enumerate()}
     own = ya.mesh(device="cpu", **MESHES[name])
@@ -57,8 +59,3 @@ def ended(mesh: Any, name: str) -> None:
     for group in groups:
         with pytest.raises(ValueError, match=r"Invalid|not initialized"):
             dist.get_backend(group)
-
-
-@pytest.mark.parametrize("mesh", ["shard", "replicate"])
-def test_communicators_end_with_the_last_that_holds_their_mesh(pools: dict[int, Pool], mesh: str) -> None:
-    pools[2].run(ended, mesh)

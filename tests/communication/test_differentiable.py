@@ -8,15 +8,10 @@ import pytest
 import torch
 from torch import Tensor, func
 
-from tests.communication.backends import exchanging
-from tests.harness.pool import Pool
+from tests.harness.groups import exchanging
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.differentiable import AllGather, ReduceScatter, SumOfRanks, SumOfShards, SumToShards
-
-
-def rules(mesh: Any, exchange: bool) -> None:
-    with exchanging(exchange):
-        check_rules(communicators(mesh))
 
 
 def check_rules(comms: Communicators) -> None:
@@ -73,20 +68,19 @@ def check_rules(comms: Communicators) -> None:
     assert torch.equal(func.jvp(square, (mine,), (3 * mine,))[1], 3 * mine)
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("exchange", [False, True])
-def test_collectives_have_rules_for_every_transform(pools: dict[int, Pool], exchange: bool) -> None:
-    pools[2].run(rules, exchange)
+def test_collectives_have_rules_for_every_transform(mesh: Any, exchange: bool) -> None:
+    with exchanging(exchange):
+        check_rules(communicators(mesh))
 
 
-def wires(mesh: Any) -> list[str]:
-    """Dtypes on the wire: gathered in one, reduced in another, gradients in the shard's own."""
+@on_ranks(2)
+def test_dtypes_of_the_wire(mesh: Any) -> None:
+    """Gathered in one, reduced in another, gradients in the shard's own."""
     comms = communicators(mesh)
     x = torch.ones(8, requires_grad=True)
     out = AllGather.apply(comms, x, torch.bfloat16, torch.float64)
     (grad,) = torch.autograd.grad(out.float().sum(), x)
     assert grad.eq(1).all()  # of the mean over two ranks
-    return [str(out.dtype), str(grad.dtype)]
-
-
-def test_dtypes_of_the_wire(pools: dict[int, Pool]) -> None:
-    assert pools[2].run(wires) == [["torch.bfloat16", "torch.float32"]] * 2
+    assert (out.dtype, grad.dtype) == (torch.bfloat16, torch.float32)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.communication.backends import exchanging
-from tests.harness.pool import Pool
+from tests.harness.groups import exchanging
+from tests.harness.pool import Pool, on_ranks
 from yafsdp_fn.communication import collectives, flat, gloo
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
@@ -59,7 +59,10 @@ def untouched(larger: Tensor) -> bool:
     return bool(larger[:8].isnan().all() and larger[-8:].isnan().all())
 
 
-def exact(mesh: Any, how: str) -> None:
+@pytest.mark.sampled
+@on_ranks(2, 3, 4)
+@pytest.mark.parametrize("how", CUTS)
+def test_every_path_gives_the_bits_of_a_plain_loop(mesh: Any, how: str) -> None:
     group = communicators(mesh).gather_group
     assert isinstance(group, GlooGroup)
     ranks, rank = group.process_group.size(), group.process_group.rank()
@@ -96,14 +99,8 @@ def exact(mesh: Any, how: str) -> None:
                 assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("how", CUTS)
-def test_every_path_gives_the_bits_of_a_plain_loop(pools: dict[int, Pool], world: int, how: str) -> None:
-    pools[world].run(exact, how)
-
-
-def mixed_dtypes(mesh: Any) -> None:
+@on_ranks(3)
+def test_a_list_of_several_dtypes(mesh: Any) -> None:
     """A list may have several: a frozen stack is gathered in its own."""
     group = communicators(mesh).gather_group
     ranks, rank = range(group.process_group.size()), group.process_group.rank()
@@ -112,10 +109,6 @@ def mixed_dtypes(mesh: Any) -> None:
     group.all_gathers(outs, [drawn(rank, i, 5, dtype) for i, dtype in enumerate(kinds)])
     for i, (out, dtype) in enumerate(zip(outs, kinds, strict=True)):
         assert torch.equal(out, torch.cat([drawn(r, i, 5, dtype) for r in ranks]))
-
-
-def test_a_list_of_several_dtypes(pools: dict[int, Pool]) -> None:
-    pools[3].run(mixed_dtypes)
 
 
 def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
@@ -147,7 +140,8 @@ def test_vectors_that_are_reduced_together_are_one_message_to_each_peer(pools: d
     assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "the backend's own"
 
 
-def kept_scratch(mesh: Any) -> None:
+@on_ranks(2, 4)
+def test_scratch_is_small_and_stays(mesh: Any) -> None:
     """Made under inference mode, on a stream, and used again outside of it; never larger than the pieces in flight."""
     own = ya.mesh(device=mesh.device_type)  # other tests leave larger scratch in the groups of theirs
     comms = communicators(own)
@@ -165,12 +159,8 @@ def kept_scratch(mesh: Any) -> None:
         assert group._scratch.data_ptr() == after
 
 
-def test_scratch_is_small_and_stays(pools: dict[int, Pool]) -> None:
-    for world in (2, 4):
-        pools[world].run(kept_scratch)
-
-
-def reduced_together(mesh: Any) -> None:
+@on_ranks(1, 2, 3)
+def test_reductions_of_a_list_are_those_one_by_one(mesh: Any) -> None:
     """flat: sums of a list that land in shards, add to them, or change dtype, in a buffer that holds one or all."""
     comms = communicators(mesh)
     sizes, adds = [8, 16, 8, 24, 8], [False, True, True, False, False]
@@ -187,11 +177,6 @@ def reduced_together(mesh: Any) -> None:
             receive = torch.full((numel,), torch.nan, dtype=wire).view(torch.uint8)
             flat.reduce_into(comms, shards, fulls, adds, [accumulate] * len(adds), receive=receive)
             assert all(map(torch.equal, shards, expected)), (wire, dtype, accumulate, numel)
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_reductions_of_a_list_are_those_one_by_one(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(reduced_together)
 
 
 class Ranks:

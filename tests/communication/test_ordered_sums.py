@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from yafsdp_fn.communication.micro_shards import CHUNK, Scratch, local_sum
-from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.communication.sums import add_rows, apart, in_order
+from yafsdp_fn.communication.sums import add_rows
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -35,16 +34,3 @@ def test_rows_together_are_rows_one_after_the_other(shard: torch.dtype, wire: to
     other = start.clone()
     local_sum(other, rows, scratch, add=add)
     assert not add or not torch.equal(other, together), "sums of rows that are added afterwards are other sums"
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 6])
-def test_micro_shards_take_their_places(ranks: int) -> None:
-    """Rank r's microbatch m is micro-shard m R + r; what ranks have adds up to the same at every number of ranks."""
-    values = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    there = Ranks(1, 1, ranks, CPU)
-    found = sum(apart(values[rank::ranks], there, rank) for rank in range(ranks))
-    assert isinstance(found, torch.Tensor) and torch.equal(found, values)
-    total = torch.zeros(4, dtype=torch.float64)
-    for value in values:
-        total += value
-    assert torch.equal(in_order(found), total)

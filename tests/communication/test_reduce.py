@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.communication.backends import exchanging
+from tests.harness.groups import exchanging
 from tests.harness.meshes import MESHES, made
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from yafsdp_fn.communication import flat, micro_shards
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.gloo import GlooGroup
@@ -221,7 +221,10 @@ def reduced(
     return shard, sent, sent_between
 
 
-def check_sums(mesh: Any, name: str, exchange: bool) -> None:
+@on_ranks(4)
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize("name", MESHES)
+def test_sums_over_shards_and_replicas_on_every_mesh(_: Any, name: str, exchange: bool) -> None:
     with exchanging(exchange):
         for wire, dtype, accumulate in (
             (F32, F32, None),
@@ -241,12 +244,6 @@ def check_sums(mesh: Any, name: str, exchange: bool) -> None:
             got = reduced(c, dtype, accumulate, before)[0].double()
             assert torch.equal(got, of_all + c.comms.replicas * before.double()), (name, wire, dtype, accumulate)
             assert c.comms.replicas == 1 or not torch.equal(of_group, of_all)
-
-
-@pytest.mark.parametrize("exchange", [False, True])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_sums_over_shards_and_replicas_on_every_mesh(pools: dict[int, Pool], mesh: str, exchange: bool) -> None:
-    pools[4].run(check_sums, mesh, exchange)
 
 
 def sent_bytes(mesh: Any, name: str, accumulate: torch.dtype | None) -> tuple[Sent, Sent, int, int]:
@@ -308,7 +305,19 @@ def test_replicas_end_with_the_same_bits(pools: dict[int, Pool]) -> None:
         assert all(torch.equal(shards[a], shards[b]) for a, b in pairs)
 
 
-def gathers(mesh: Any, name: str, exchange: bool) -> Sent:
+@on_ranks(4)
+@pytest.mark.parametrize("exchange", [False, True])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("shard", [("all_gather", 4, 128), ("all_gather", 4, 128)]),
+        ("nodes", [("all_gather", 4, 128), ("all_gather", 2, 128)]),
+        ("replicate", [("all_gather", 2, 64), ("all_gather", 2, 64)]),
+        ("replicate-nodes", [("all_gather", 2, 64)]),
+        ("copies", []),
+    ],
+)
+def test_gathers_over_the_shard_group_and_inside_a_node(_: Any, name: str, expected: Sent, exchange: bool) -> None:
     with exchanging(exchange):
         c = case(name, BF16)
         whole = c.full[0]  # one logical vector: the same on every rank
@@ -321,21 +330,4 @@ def gathers(mesh: Any, name: str, exchange: bool) -> Sent:
             again = torch.full_like(whole, torch.nan)
             flat.gather_local_into(c.comms, [again], [secondary])
             assert torch.equal(again, whole)
-        return sent
-
-
-@pytest.mark.parametrize("exchange", [False, True])
-@pytest.mark.parametrize(
-    ("mesh", "expected"),
-    [
-        ("shard", [("all_gather", 4, 128), ("all_gather", 4, 128)]),
-        ("nodes", [("all_gather", 4, 128), ("all_gather", 2, 128)]),
-        ("replicate", [("all_gather", 2, 64), ("all_gather", 2, 64)]),
-        ("replicate-nodes", [("all_gather", 2, 64)]),
-        ("copies", []),
-    ],
-)
-def test_gathers_over_the_shard_group_and_inside_a_node(
-    pools: dict[int, Pool], mesh: str, expected: Sent, exchange: bool
-) -> None:
-    assert pools[4].run(gathers, mesh, exchange) == [expected] * 4
+        assert sent == expected

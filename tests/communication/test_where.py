@@ -7,9 +7,7 @@ import threading
 
 import pytest
 
-from yafsdp_fn.communication.where import RankStatus, named, standing, table
-
-GATHER = RankStatus(9, "forward of b (step 1), op 3 of 9 of program 3f2a91c0; model.py:9 in loss", "gather of b", 31.0)
+from yafsdp_fn.communication.where import named, standing
 
 
 @pytest.mark.parametrize(
@@ -18,23 +16,6 @@ GATHER = RankStatus(9, "forward of b (step 1), op 3 of 9 of program 3f2a91c0; mo
 )
 def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
     assert named(ranks) == text
-
-
-def test_what_is_alike_is_said_once_and_who_waits_for_nobody_comes_first() -> None:
-    busy = RankStatus(7, "forward of a (step 1), op 1 of 9 of program 3f2a91c0; model.py:41 in block")
-    posts = {0: GATHER, 1: GATHER._replace(beat=5, waited=29.0), 2: busy, 3: GATHER}
-    assert table(posts, []).splitlines() == [
-        f"  rank 2: {busy.where}",
-        f"  ranks 0-1, 3: waiting 29-31 s for gather of b; {GATHER.where}",
-    ]
-
-
-def test_who_is_silent_comes_before_all_others() -> None:
-    free = GATHER._replace(waits="", waited=0.0)
-    lines = table({0: GATHER, 1: free, 2: GATHER}, [2]).splitlines()
-    assert lines[0].startswith("  rank 2: no sign of life: ended, or in a call that holds Python's lock; before that ")
-    assert lines[0].endswith(f"waiting 31 s for gather of b; {GATHER.where}")
-    assert [line[:9] for line in lines[1:]] == ["  rank 1:", "  rank 0:"]
 
 
 def test_the_line_of_a_thread_that_runs_meanwhile() -> None:

@@ -22,7 +22,6 @@ V, E, L = 11, 5, 3
 
 TX = ya.optim.adamw(1e-2)
 
-Block = Callable[..., Any]
 LossFn = Callable[[Any, Any], Any]
 
 
@@ -131,6 +130,25 @@ def loss_with(fault: Fault | None = None) -> LossFn:
 
 
 loss = loss_with()
+
+
+# ---- losses that visit other units
+
+
+def headless(tree: Any, data: Any) -> Tensor:
+    """One visit fewer."""
+    x = ya.apply(embed, tree["embed"], data["tokens"])
+    return ya.scan(layer, x, tree["layers"])[0].sum()
+
+
+def longer(tree: Any, data: Any) -> Tensor:
+    """One visit more."""
+    return loss(tree, data) + ya.apply(lambda w: w["w"].square().sum(), tree["head"])
+
+
+@with_ends
+def backwards(tree: Any, x: Tensor) -> Any:
+    return ya.scan(layer, x, tree["layers"], reverse=True)[0]
 
 
 def state(mesh: Any = None, tx: Any = TX, precision: ya.Precision | None = None) -> ya.ShardedState:

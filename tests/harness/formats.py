@@ -120,6 +120,16 @@ def names_of(node: Any) -> Sequence[str]:
     return [path.rpartition(".")[2] for path, _, _ in node.wholes()]
 
 
+def split_tree(features: int, hidden: int, wire: Wire = Wire(), gain: Wire = Wire()) -> dict[str, Any]:  # noqa: B008
+    """Two layers of matrices that are split over `tensor`, and of a gain that is not."""
+    layer = {
+        "up": normal(2, hidden, features, split={"tensor": -2}, wire=wire),
+        "down": normal(2, features, hidden, split={"tensor": -1}, wire=wire),
+        "gain": normal(2, features, wire=gain),
+    }
+    return {"embed": normal(V, features), "layers": ya.Stacked(layer)}
+
+
 def split_loss(params: Any, batch: Batch) -> ya.Mean:
     """Of layers that are split over `tensor`."""
 

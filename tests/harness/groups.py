@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -102,6 +102,11 @@ def by_the_backend() -> Iterator[None]:
         for name in ("all_gathers", "reduce_scatters", "all_to_all"):
             patch.setattr(GlooGroup, name, getattr(RankGroup, name))
         yield
+
+
+def exchanging(on: bool) -> AbstractContextManager[None]:
+    """With `on`, ranks of gloo exchange messages of the library's own, as usual; else as those of NCCL."""
+    return nullcontext() if on else by_the_backend()
 
 
 def outcome(run: Callable[[], Any], seconds: float | None = None) -> str:

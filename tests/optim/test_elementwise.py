@@ -10,14 +10,13 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import assert_equal, batch, loss, model, one_rank
-from tests.optim.test_step import ALL, Watch
-from tests.optim.test_units import UNITS, shards
+from tests.harness.watching import Watch
+from tests.optim.test_step import ALL
 from tests.optim.trees import bits, matrices
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
-from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.program.ops import Update
 
 F64 = ya.Precision(*[torch.float64] * 3)
@@ -57,7 +56,9 @@ def given(seed: int, step: int) -> Any:
     return batch(seed) | {"factor": torch.full((4,), float("inf") if step == 2 else 1.0, dtype=torch.float64)}
 
 
-def trained(mesh: Any, name: str) -> None:
+@on_ranks(2)
+@pytest.mark.parametrize("name", TXS | WHOLE)
+def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bits(mesh: Any, name: str) -> None:
     """Five steps, of which the third is skipped: after the program, and inside of it where that can be."""
     rank, ranks, tx = mesh.get_local_rank(), mesh.size(), (TXS | WHOLE)[name]
     ways = [False, True] if name in TXS else [False]
@@ -81,15 +82,10 @@ def trained(mesh: Any, name: str) -> None:
     assert_equal(*((state.params, state.opt_state) for state in (states[0], states[-1])))
 
 
-@pytest.mark.parametrize("name", TXS | WHOLE)
-def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bits(
-    pools: dict[int, Pool], name: str
-) -> None:
-    pools[2].run(trained, name)
-
-
-def refused(mesh: Any, name: str) -> str:
-    """The error; the state trains on without updates in the program."""
+@on_ranks(2)
+@pytest.mark.parametrize("name", WHOLE)
+def test_what_needs_more_than_a_unit_is_refused_in_a_program(mesh: Any, name: str) -> None:
+    """The state trains on without updates in the program."""
     tx = WHOLE[name]
     state, expected = (ya.init(model(), tx, mesh=mesh) for _ in range(2))
     step, without = (ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=inside)) for inside in (True, False))
@@ -102,35 +98,8 @@ def refused(mesh: Any, name: str) -> str:
             said = str(error)
             state, _ = without(state, batch(number))
     assert_equal(state.params, expected.params)
-    return said
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_more_than_a_unit_is_refused_in_a_program(pools: dict[int, Pool], name: str) -> None:
-    for error in pools[2].run(refused, name):
-        assert "the program updates unit by unit, but" in error and "pass update=False to the schedule" in error
-        assert "norm" in error
-
-
-@pytest.mark.sampled
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", TXS)
-def test_any_order_of_units_has_the_same_bits(name: str, dtype: torch.dtype) -> None:
-    tx, params, expected = TXS[name], shards(0, dtype), shards(0, dtype)
-    state, expected_state = tx.init(params), tx.init(expected)
-    memory = shards(0, dtype)
-    steps = UnitSteps(tx, params, memory, state)
-    for step in range(4):
-        optree.tree_map(lambda to, value: to.copy_(value), memory, shards(step + 1, dtype))
-        scalars: Any = {"found_inf": torch.tensor(float(step == 2)), "grad_norm": torch.tensor(3.0)}
-        before = bits((params, state))
-        expected_state = optim.step_(tx, expected, shards(step + 1, dtype), expected_state, **scalars)
-        order = [UNITS[i] for i in torch.randperm(len(UNITS), generator=torch.Generator().manual_seed(step))]
-        for units in (order[:1], order[1:6], order[6:]):
-            steps.run(units, **scalars)
-        steps.finish(scalars["found_inf"])
-        assert bits((params, state)) == bits((expected, expected_state))
-        assert (bits((params, state)) == before) == (step == 2)
+    assert "the program updates unit by unit, but" in said and "pass update=False to the schedule" in said
+    assert "norm" in said
 
 
 READS = ("inject_hyperparams", "one in another")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import model, param
 from yafsdp_fn import optim
 
@@ -47,7 +47,8 @@ def model_like(whole: Any) -> Any:
     return whole._replace(layers=ya.Stacked(whole.layers))
 
 
-def muon_equals_torchs(mesh: Any) -> None:
+@on_ranks(1, 2, 3, 4)
+def test_is_torchs(mesh: Any) -> None:
     tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, others=optim.adamw(0.01, weight_decay=DECAY))
     state = ya.init(model(), tx, mesh=mesh)
     expected = torchs(ya.unshard(state.params))
@@ -57,18 +58,14 @@ def muon_equals_torchs(mesh: Any) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_is_torchs(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(muon_equals_torchs)
-
-
 # ---- by heads: blocks of a leaf
 
 BLOCKS = {"layers.q": (-2, 3), "layers.o": (1, 2), "layers.w": None}
 """Of [6, 5], [5, 6] and [5, 7] a layer."""
 
 
-def by_heads(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_by_heads_is_torchs_of_each_head(mesh: Any) -> None:
     """Each block as a parameter of torch's Muon."""
     params = {"layers": ya.Stacked({"q": param(3, 6, 5), "o": param(3, 5, 6), "w": param(3, 5, 7)})}
     tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, blocks=lambda path, p: BLOCKS[path])
@@ -90,11 +87,6 @@ def by_heads(mesh: Any) -> None:
         muon.step()
     for got, wanted in zip(parts(ya.unshard(state.params)["layers"]), theirs, strict=True):
         torch.testing.assert_close(got, wanted.detach(), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_by_heads_is_torchs_of_each_head(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(by_heads)
 
 
 @pytest.mark.parametrize("blocks", [(-2, 2), (2, 1), (0, 0)])

@@ -12,12 +12,20 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness import small
-from tests.harness.formats import WHERE, loss, split_loss, tree
+from tests.harness.formats import (
+    WHERE,
+    alike,
+    loss,
+    on_two_stages,
+    split_loss,
+    split_tree,
+    tree,
+    two_steps_of_micro_shards,
+)
 from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import made
-from tests.harness.oracle import batch_of, joined
-from tests.harness.pool import Pool
-from tests.harness.problems import V
+from tests.harness.oracle import batch_of
+from tests.harness.pool import Pool, on_ranks
 from tests.optim.test_on_ranks import TXS, trained
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.planner.costs import Costs
@@ -94,54 +102,35 @@ def test_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) ->
 # ---- with what else there is
 
 
-def reproduced(_: Any, micro_shards: int) -> list[int]:
-    found = []
-    for tx in OPTIMIZERS["adamw"]:
-        mesh = ya.mesh(device="cpu", deterministic=micro_shards)
-        state = ya.init(tree(Wire()), tx, mesh=mesh)
-        step = ya.train_step(loss, tx)
-        for number in range(2):
-            state, _ = step(state, ya.shard_batch(batch_of(0, seed=number, rows=micro_shards), mesh))
-        found.append(ya.checksum(state))
-    return found
+def reproduced(_: Any) -> int:
+    here, there = (two_steps_of_micro_shards(loss, tree(Wire()), tx) for tx in OPTIMIZERS["adamw"])
+    assert here == there
+    return here
 
 
 def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    worlds = [1, 2, 4]
-    assert len({found for world in worlds for each in pools[world].run(reproduced, 4) for found in each}) == 1
+    alike(pools, (1, 2, 4), reproduced)
 
 
-def over_stages(_: Any, kind: str) -> None:
-    mesh, abstract = ya.mesh(device="cpu", stage=2), tree(Wire(), kind)
-    batches = [batch_of(rank, rows=6) for rank in range(mesh.size() // 2)]
-    part = {key: value[:2] for key, value in batches[0].items()}
-    assignment = s.assign(ya.planner.trace(loss, abstract, part, tx=ADAMW), 2)
+@on_ranks()
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
+def test_across_stages(_: Any, kind: str) -> None:
     for order in (s.one_f_one_b, s.zero_bubble):
         found = []
         for tx in OPTIMIZERS["adamw"]:
-            state = ya.init(abstract, tx, mesh=mesh, stages=assignment)
+            state, _, mine = on_two_stages(loss, tree(Wire(), kind), tx, ya.Precision())
             step = ya.train_step(loss, tx, schedule=order(s.zero3()), microbatches=3)
             for _ in range(2):
-                state, _ = step(state, ya.shard_batch(joined(batches), mesh))
+                state, _ = step(state, mine)
             found.append(ya.checksum(state))
         assert found[0] == found[1], order.__name__
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
-def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
-    pools[world].run(over_stages, kind)
-
-
-def over_tensor(_: Any) -> None:
+@on_ranks(2, nightly(4))
+def test_over_tensor(_: Any) -> None:
     """Adapters of leaves that are split over an axis inside blocks."""
     mesh = ya.mesh(device="cpu", tensor=2)
-    normal = {"init": ya.params.initializers.normal(0.5)}
-    layer = {
-        "up": ya.Param((2, 16, 8), split={"tensor": -2}, **normal),
-        "down": ya.Param((2, 8, 16), split={"tensor": -1}, **normal),
-        "gain": ya.Param((2, 8), **normal),
-    }
-    abstract = {"embed": ya.Param((V, 8), **normal), "layers": ya.Stacked(layer)}
+    abstract = split_tree(8, 16)
     for params in (abstract, ya.lora(abstract, 4, lambda path, _: path.endswith("up"))):
         found = []
         for tx in OPTIMIZERS["adamw"]:
@@ -152,12 +141,8 @@ def over_tensor(_: Any) -> None:
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("world", [2, nightly(4)])
-def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(over_tensor)
-
-
-def one_by_one(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_other_ways_to_take_a_step(mesh: Any) -> None:
     """Gradients by `value_and_grad`, a step that is left out, copies, and a loss that fails: the bits of the device."""
     found = []
     for tx in OPTIMIZERS["adamw"]:
@@ -179,11 +164,6 @@ def one_by_one(mesh: Any) -> None:
         kept, _ = ya.train_step(loss, tx, donate=False)(state, batch)
         found.append([*sums, ya.checksum(state), ya.checksum(kept)])
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_other_ways_to_take_a_step(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(one_by_one)
 
 
 # ---- states: saved, carried over
@@ -245,7 +225,9 @@ def test_a_promise_is_still_tried() -> None:
 # ---- plans
 
 
-def planned(mesh: Any, kind: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "kind"), [(1, "plain"), (2, "marked"), nightly(3, "tied")])
+def test_bytes_are_held_and_planned(mesh: Any, kind: str) -> None:
     here, there = OPTIMIZERS["adamw"]
     found = {}
     for tx in (here, there):
@@ -266,8 +248,3 @@ def planned(mesh: Any, kind: str) -> None:
         update = ya.schedules.Update(program.trace.trained)
         times = [Costs(each.trace, slow).seconds(update) for each in (program, hosted)]
         assert max(times[0], least) == pytest.approx(times[1])
-
-
-@pytest.mark.parametrize(("world", "kind"), [(1, "plain"), (2, "marked"), nightly(3, "tied")])
-def test_bytes_are_held_and_planned(pools: dict[int, Pool], world: int, kind: str) -> None:
-    pools[world].run(planned, kind)

@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.harness.watching import Watch
 from tests.optim.trees import DEVICES, Model, assert_close, bits, clone, defined_step, flat, matrices, model
 from yafsdp_fn import optim
 from yafsdp_fn.optim.step.analysis import analysis
@@ -132,26 +131,6 @@ def test_a_small_gradient_is_not_scaled_up() -> None:
     expected = optree.tree_map(torch.sub, params, grads)
     optim.step_(tx, params, grads, tx.init(params), scale=torch.tensor(1.0))
     assert bits(params) == bits(expected)
-
-
-class Watch(TorchDispatchMode):
-    """Records reads by the host and the bytes of every fresh tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[str] = []
-        self.fresh: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in optree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
-        out = func(*args, **(kwargs or {}))
-        self.ops.append(func.name())
-        self.fresh += [
-            t.untyped_storage().nbytes()
-            for t in optree.tree_leaves(out)
-            if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in given
-        ]
-        return out
 
 
 @pytest.mark.parametrize("name", FUSED)

@@ -25,26 +25,6 @@ def states() -> tuple[Any, Any]:
     return state.params, ya.unshard(state)
 
 
-def test_sharded_numbers_are_the_plain_ones() -> None:
-    sharded, plain = states()
-    other = optree.tree_map(lambda x: x * 2 + x.square(), sharded)
-    other_plain = optree.tree_map(lambda x: x * 2 + x.square(), plain)
-    flat, flat_other = (torch.cat([x.flatten().double() for x in leaves(t)]) for t in (plain, other_plain))
-    for a, b in ((sharded, other), (plain, other_plain)):
-        assert torch.isclose(ya.vdot(a, b).double(), flat @ flat_other, rtol=1e-5)
-        assert torch.isclose(ya.vdot(b, a), ya.vdot(a, b))
-        assert torch.isclose(ya.global_norm(a).double(), flat.norm(), rtol=1e-6)
-        assert ya.global_norm(a).shape == () and ya.global_norm(a).dtype == torch.float32
-
-
-def test_what_is_plain_beside_sharded_leaves_counts_once() -> None:
-    sharded, plain = states()
-    mixed = {"a": sharded["m"].head, "b": torch.full((2,), 3.0)}
-    want = torch.cat([*(x.flatten() for x in leaves(plain["m"].head)), torch.full((2,), 3.0)]).norm()
-    assert torch.isclose(ya.global_norm(mixed), want)
-    assert torch.isclose(ya.vdot(mixed, mixed), want.square())
-
-
 def test_precision() -> None:
     small = torch.full((4096,), 1e-2, dtype=torch.bfloat16)
     assert ya.global_norm({"a": small}).dtype == torch.float32
@@ -89,11 +69,6 @@ def test_normal_like_draws_another_value_for_every_layer_and_leaf() -> None:
     sharded, _ = states()
     whole = torch.cat([x.flatten() for x in leaves(ya.normal_like(0, sharded))])
     assert whole.unique().numel() == whole.numel()
-
-
-def test_normal_like_is_the_same_on_a_plain_tree_with_its_markers() -> None:
-    state, plain = ya.init(TREE, TX, mesh=one_rank()), ya.PlainState.create(TREE, TX)
-    assert_equal(ya.normal_like(5, state.params), ya.params.without_markers(ya.normal_like(5, plain.params)))
 
 
 def test_normal_like_of_moments_and_in_another_dtype() -> None:

@@ -1,6 +1,6 @@
 """Pinned leaves: one unit for all layers of a stack, gathered once per step; else as if nothing were marked.
 
-Values and gradients of the problem "pinned" are compared with the plain loop in tests/multi_rank.
+Values and gradients of the problem "pinned" are compared with the plain loop in tests/steps/test_exact_gradients.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare, global_batch
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES, Batch, Params, base_loss, base_params, layer
 from tests.harness.small import assert_equal, one_rank, param
@@ -140,28 +140,6 @@ def test_a_frozen_pinned_unit_is_never_reduced() -> None:
     assert not any(unit in visit.trained for visit in program.trace.visits)
     gathers, reductions = (sum(unit in op.units for op in program.ops if isinstance(op, kind)) for kind in KINDS)
     assert gathers <= 1 and reductions == 0  # a schedule may leave what never changes in its slot from step to step
-
-
-def trained(mesh: Any, schedule: str, parts: int) -> None:
-    """Four steps from the same bits, against the plain loop, and against the tree without marks."""
-    problem, ranks, rank = PROBLEMS["pinned"], mesh.size(), mesh.get_local_rank()
-    state, oracle = ya.init(problem.params(3), TX, mesh=mesh), ya.PlainState.create(problem.params(3), TX)
-    step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
-    plain_step = ya.train_step(problem.loss, TX)
-    first = oracle.params
-    for number in range(4):
-        state, got = step(state, batch_of(rank, seed=number))
-        oracle, expected = plain_step(oracle, global_batch(ranks, seed=number))
-        compare(got, expected, 1e-5, f"{schedule}, step {number}")
-    compare(ya.unshard(state), oracle.params, 1e-5, schedule)
-    gains = [(p.layers.tree["main"].gate.tree, p.more.tree.down.tree) for p in (oracle.params, first)]
-    assert all((a - b).abs().max() > 0.01 for a, b in zip(*gains, strict=True)), "the steps are too small"
-
-
-@WORLDS
-def test_trained_parameters(mesh: Any) -> None:
-    for schedule, parts in (("zero3-remat-every", 3), ("zero3", 1), ("zero2", 3))[: 3 if mesh.size() < 3 else 1]:
-        trained(mesh, schedule, parts)
 
 
 @WORLDS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import batch, loss, model, one_rank, param
+from tests.harness.small import one_rank, param
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
@@ -45,45 +45,6 @@ def test_accumulate_is_none_or_at_least_as_wide_as_reduce() -> None:
 def test_float16_is_refused_where_it_would_overflow(field: str) -> None:
     with pytest.raises(TypeError, match=rf"Precision.{field}: float16 overflows, .* use bfloat16"):
         ya.Precision(**{field: torch.float16})
-
-
-@pytest.mark.parametrize("reduce", [F32, BF16])
-@pytest.mark.parametrize("compute", [F32, BF16, F64])
-def test_blocks_see_compute_and_the_state_keeps_param(compute: torch.dtype, reduce: torch.dtype) -> None:
-    seen = set()
-
-    def watched(params: object, b: object) -> ya.Mean:
-        ya.apply(lambda w: seen.update(leaf.dtype for leaf in optree.tree_leaves(w)), params.embed)
-        return loss(params, b)
-
-    tx = ya.optim.adamw(1e-2)
-    precision = ya.Precision(compute=compute, reduce=reduce)
-    state = ya.init(model(), tx, mesh=one_rank(), precision=precision)
-    plain = ya.PlainState.create(optree.tree_map(lambda x: x.to(compute), ya.unshard(state)), ya.optim.sgd(0.1))
-    step = ya.train_step(watched, tx)
-    value, grads = ya.value_and_grad(loss)(state.params, batch())
-    want, want_grads = ya.value_and_grad(loss)(plain.params, batch())
-    assert torch.equal(value, want)
-    tolerance = 1e-6 if {compute, reduce} <= {F32, F64} else 1e-2
-    for got, wanted in zip(optree.tree_leaves(ya.unshard(grads)), optree.tree_leaves(want_grads), strict=True):
-        assert got.dtype == F32
-        torch.testing.assert_close(got, wanted.float(), rtol=tolerance, atol=tolerance)
-        if reduce == BF16:  # rounded once on its way, then divided by the weight in fp32
-            weight = float(batch()["targets"].numel())
-            assert torch.allclose((got * weight).bfloat16().float(), got * weight, rtol=1e-6)
-    state, _ = step(state, batch())
-    assert seen == {compute}
-    assert {leaf.dtype for leaf in optree.tree_leaves((state.params, state.opt_state[0].mu))} == {F32}
-
-
-def test_frozen_parameters_are_stored_in_what_they_are_gathered_in() -> None:
-    tree = {"a": ya.frozen({"w": param(3)}), "b": ya.frozen({"w": param(3)}, torch.float16), "c": {"w": param(3)}}
-    state = ya.init(tree, ya.optim.sgd(0.1), mesh=one_rank(), precision=ya.Precision(compute=BF16))
-    assert {name: handle.leaves[0].dtype for name, handle in state.params.items()} == {
-        "a": BF16,
-        "b": torch.float16,
-        "c": F32,
-    }
 
 
 @pytest.mark.parametrize(("dtype", "least"), [(BF16, 256), (torch.float16, 2048)])

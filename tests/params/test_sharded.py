@@ -6,7 +6,6 @@ import re
 from typing import Any
 
 import optree
-import pytest
 import torch
 import torch.utils._pytree as torch_pytree
 
@@ -35,17 +34,6 @@ def test_leaves_are_flat_shards() -> None:
     assert repr(params().embed).endswith("; local shards torch.float32 (56,))")
 
 
-@pytest.mark.parametrize("tree_map", [optree.tree_map, torch_pytree.tree_map])
-def test_maps_are_elementwise_and_give_handles(tree_map: Any) -> None:
-    found = params()
-    doubled = tree_map(lambda x: 2 * x, found)
-    assert type(doubled) is Model and repr(doubled) == repr(found)
-    for a, b in zip(optree.tree_leaves(doubled), optree.tree_leaves(found), strict=True):
-        assert torch.equal(a, 2 * b)
-    summed = optree.tree_map(torch.add, found, doubled)
-    assert torch.equal(summed.head.leaves[0], 3 * found.head.leaves[0])
-
-
 def test_structures_compare_layouts_not_states() -> None:
     one, two = params(0), params(1)
     assert optree.tree_structure(one) == optree.tree_structure(two)
@@ -53,23 +41,6 @@ def test_structures_compare_layouts_not_states() -> None:
     assert hash(optree.tree_structure(one)) == hash(optree.tree_structure(two))
     other = ya.init(model(count=4), TX, mesh=one_rank()).params
     assert optree.tree_structure(one) != optree.tree_structure(other)
-
-
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda p: p.layers["up"], r"layers\['up'\]: layers is sharded, its weights are whole only inside ya.scan"),
-        (lambda p: p.embed["weight"], r"embed\['weight'\]: embed is sharded, .* only inside ya.apply"),
-        (lambda p: p.embed.weight, r"embed.weight: embed is sharded"),
-        (lambda p: p.head.shape, r"head.shape: head is sharded"),
-        (lambda p: list(p.layers), r"layers"),
-        (lambda p: len(p.layers), r"layers has no len\(\)"),
-        (lambda p: torch.sum(p.head), r"head in torch.sum: head is sharded"),
-    ],
-)
-def test_misuse_says_where_weights_are_whole(use: Any, message: str) -> None:
-    with pytest.raises((TypeError, AttributeError), match=message):
-        use(params())
 
 
 def test_what_is_not_there_is_not_there() -> None:

@@ -11,34 +11,12 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.small import assert_equal, model, one_rank, param
+from tests.harness.small import assert_equal, one_rank, param
 from yafsdp_fn.params.layout import FlatLayout
-from yafsdp_fn.params.sources import Source, fill, leaf_generator, source
+from yafsdp_fn.params.sources import Source, fill, leaf_generator
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout(("a", "b", "c"), ((5, 3), (), (9,)))
-
-
-def shards(sources: list[Source], ranks: int, layer: int | None) -> Tensor:
-    """The slices of all ranks, one after the other, each written over dirt."""
-    rows = [torch.full((LAYOUT.shard_numel(ranks),), 7.0) for _ in range(ranks)]
-    for rank, row in enumerate(rows):
-        fill(row, LAYOUT, rank, sources, layer)
-    return torch.cat(rows)
-
-
-@pytest.mark.parametrize("layer", [None, 0, 3])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 64])
-def test_the_same_bits_for_any_number_of_ranks(ranks: int, layer: int | None) -> None:
-    lead = () if layer is None else (4,)
-    sources = [
-        source(name, param(*lead, *shape), seed=3, device=CPU)
-        for name, shape in zip(LAYOUT.names, LAYOUT.shapes, strict=True)
-    ]
-    flat = shards(sources, ranks, layer)
-    for view, give in zip(LAYOUT.split(flat), sources, strict=True):
-        assert torch.equal(view, give(layer))
-    assert all(gap.eq(0).all() for gap in LAYOUT.gaps(flat))
 
 
 def test_values_depend_on_seed_path_and_layer_and_on_nothing_else() -> None:
@@ -69,37 +47,6 @@ def test_on_meta_there_are_shapes_and_dtypes_alone() -> None:
     assert meta["s"]["w"].is_meta and meta["z"].is_meta and meta["z"].dtype == torch.float64
     for name, leaf in here["s"].items():
         assert (meta["s"][name].shape, meta["s"][name].dtype) == (leaf.shape, leaf.dtype)
-
-
-TREES = {
-    "model": model(),
-    "groups": {
-        "x": ya.Stacked({"a": ya.Unit({"q": param(3, 2, 5)}), "b": param(3, 7), "c": ya.frozen(param(3, 3))}),
-        "y": ya.frozen({"w": param(5)}, torch.bfloat16),
-    },
-    "nested": {"enc": {"e": param(3), "layers": ya.Stacked([param(2, 3), param(2)])}, "dec": [param(1), None]},
-    "root": ya.Stacked({"w": param(2, 3)}),
-}
-
-
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_init_and_materialize_give_the_same_bits(tree: Any) -> None:
-    tx = ya.optim.sgd(0.1)
-    plain = ya.materialize(tree, seed=5)
-    state = ya.init(tree, tx, mesh=one_rank(), seed=5)
-    assert optree.tree_structure(plain) == optree.tree_structure(ya.params.without_markers(tree))
-    assert optree.tree_structure(ya.unshard(state)) == optree.tree_structure(plain)
-    assert_equal(state, plain)
-    assert_equal(ya.PlainState.create(tree, tx, seed=5).params, plain)
-    from_tensors = ya.shard(
-        optree.tree_unflatten(optree.tree_structure(tree), optree.tree_leaves(plain)), tx, mesh=one_rank()
-    )
-    assert_equal(from_tensors, plain)
-
-
-def test_what_is_frozen_in_a_dtype_of_its_own_has_it_everywhere() -> None:
-    plain = ya.materialize(TREES["groups"])
-    assert plain["y"]["w"].dtype == torch.bfloat16 and plain["x"]["c"].dtype == torch.float32
 
 
 # ---- memory

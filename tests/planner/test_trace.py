@@ -3,7 +3,6 @@ counts."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import resource
 import sys
@@ -42,15 +41,6 @@ def test_it_is_the_trace_of_a_step(precision: ya.Precision, microbatches: int, s
     found = trace(loss, tree, META, precision=precision, microbatches=microbatches, tx=TX, skip_nonfinite=skip)
     assert found == expected
     assert trace(loss, tree, batch(), precision=precision, microbatches=microbatches).update_when == "never"
-
-
-def test_of_a_llama_too() -> None:
-    config = dataclasses.replace(llama.CONFIGS["debug"], layers=2)
-    tokens = {name: torch.zeros(2, 16, dtype=torch.long) for name in ("tokens", "targets")}
-    state = ya.init(llama.params(config), TX, mesh=one_rank(), precision=BF16)
-    expected = ya.train_step(llama.loss(config), TX).trace(state, tokens)
-    how: dict[str, Any] = {"precision": BF16, "tx": TX}
-    assert trace(llama.loss(config), llama.params(config), tokens, device="cpu", **how) == expected
 
 
 @pytest.mark.parametrize(

@@ -239,15 +239,6 @@ def test_a_block_that_closes_over_a_tensor_that_requires_grad(which: str) -> Non
         assert torch.equal(got["loss"], want["loss"])
 
 
-def test_a_closure_in_a_layer_of_a_scan() -> None:
-    def total(tree: Any, data: Any) -> Tensor:
-        x = ya.apply(embed, tree["embed"], data["tokens"])
-        return ya.scan(lambda x, w: (layer(x, w)[0] * FACTOR.sum(), None), x, tree["layers"])[0].sum()
-
-    with pytest.raises(RuntimeError, match=CLOSED.format(name=r"layers\[0\]", what=r"a tensor of shape \(3, 1\).*")):
-        ya.train_step(total, TX)(state(), batch())
-
-
 @pytest.mark.parametrize("which", ["a tensor", "the carry"])
 def test_a_closure_under_torch_func_grad(which: str) -> None:
     """On the pure path, outside a step and inside one."""
@@ -268,22 +259,3 @@ def test_a_closure_under_torch_func_grad(which: str) -> None:
     with pytest.raises(RuntimeError, match=text):
         ya.train_step(inside, TX)(now, batch())
     assert same(bits(now), bits(state()))
-
-
-def test_no_closure_at_all() -> None:
-    """What needs no gradient may come from outside, and what is made inside may be closed over by inner functions."""
-
-    def total(tree: Any, data: Any) -> Tensor:
-        def block(w: Any, x: Tensor) -> Tensor:
-            inner = w["w"].sum() + x.sum()
-            return head(w, x * (lambda: inner)(), data["targets"])
-
-        x = ya.apply(embed, tree["embed"], data["tokens"])
-        return ya.apply(block, tree["head"], x)
-
-    now, expected = state(), plain()
-    step, oracle = ya.train_step(total, TX), ya.train_step(total, TX)
-    for _ in range(3):
-        now, got = step(now, batch())
-        expected, want = oracle(expected, batch())
-        assert torch.equal(got["loss"], want["loss"])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import Model, assert_close, batch, block, embed, head, model, one_rank
-from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
+from yafsdp_fn.runtime.graph_walks import TensorWatch
 
 TX = ya.optim.sgd(0.1)
 OUTSIDE = (
@@ -63,20 +63,6 @@ def test_under_a_transform() -> None:
         torch.func.grad(of_scale)(torch.ones(5))
     with pytest.raises(RuntimeError, match=r"layers\[0\]: " + OUTSIDE):
         of_scale(torch.ones(5, requires_grad=True))  # no transform, no session: the pure path as well
-
-
-def test_check_graph() -> None:
-    a, b = torch.ones(2, requires_grad=True), torch.ones(3, requires_grad=True)
-
-    def block() -> list[Tensor]:
-        made = torch.zeros(4, requires_grad=True)
-        return [(a * 2).sum() + (a * a).sum() + b.sum() + made.sum(), torch.ones(1)]
-
-    check_graph(block(), [a, b], "v", again=block)
-    with pytest.raises(RuntimeError, match=r"v: a tensor of shape \(3,\)"):
-        check_graph(block(), [a], "v", again=block)
-    with pytest.raises(RuntimeError, match=r"v: a tensor of shape \(2,\)"):
-        check_graph(block(), [b], "v", again=block)
 
 
 def test_watch_knows_what_is_made_while_it_watches() -> None:

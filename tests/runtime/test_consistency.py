@@ -15,7 +15,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import batch, loss, params, state
 from tests.harness.groups import outcome
-from tests.harness.pool import Pool
+from tests.harness.pool import Pool, on_ranks
 from yafsdp_fn.runtime import consistency
 
 o = ya.optim
@@ -104,28 +104,23 @@ UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str, str, str]] = 
 }
 
 
-def unlike(mesh: Any, by_hand: bool) -> list[str]:
-    rank, found = mesh.get_local_rank(), []
-    for pair in UNLIKE.values():
+@on_ranks(2)
+@pytest.mark.parametrize("by_hand", [False, True], ids=["train_step", "apply_gradients"])
+def test_another_optimizer_is_refused_and_named(mesh: Any, by_hand: bool) -> None:
+    rank = mesh.get_local_rank()
+    for *pair, part, first, second in UNLIKE.values():
         tx = pair[rank]()
         now = state(mesh, pair[0]() if by_hand else tx)
         step = ya.train_step(loss, tx)
         if by_hand:
             _, grads = ya.value_and_grad(loss)(now.params, batch(rank))
-            found.append(outcome(functools.partial(now.apply_gradients, grads, tx)))
+            text = outcome(functools.partial(now.apply_gradients, grads, tx))
         else:
-            found.append(outcome(functools.partial(step, now, batch(rank))))
+            text = outcome(functools.partial(step, now, batch(rank)))
+        assert f"RanksDisagree: ranks disagree on the optimizer; {part} differs:\n" in text, text
+        for at, side in enumerate((first, second)):
+            assert re.search(rf"    rank {at}: .*{re.escape(side)}", text), text
     now, _ = ya.train_step(loss, o.sgd(0.1))(state(mesh, o.sgd(0.1)), batch(rank))  # nothing is lost
-    return found
-
-
-@pytest.mark.parametrize("by_hand", [False, True], ids=["train_step", "apply_gradients"])
-def test_another_optimizer_is_refused_and_named(pools: dict[int, Pool], by_hand: bool) -> None:
-    for texts in pools[2].run(unlike, by_hand):
-        for (_, _, part, *sides), text in zip(UNLIKE.values(), texts, strict=True):
-            assert f"RanksDisagree: ranks disagree on the optimizer; {part} differs:\n" in text, text
-            for rank, side in enumerate(sides):
-                assert re.search(rf"    rank {rank}: .*{re.escape(side)}", text), text
 
 
 def environments(mesh: Any) -> list[str]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import assert_equal, batch, loss, model, one_rank, param
+from tests.harness.small import one_rank, param
 
 TX = ya.optim.adamw(1e-2)
 
@@ -21,50 +21,6 @@ def states(tree: Any) -> tuple[Any, Any]:
 
 def stacks() -> tuple[Any, Any]:
     return states({"s": ya.Stacked({"w": param(4, 3, 2), "b": param(4, 5)}), "t": ya.Stacked([param(4, 2)])})
-
-
-def test_a_layer_for_a_layer_is_a_stack_again() -> None:
-    def center(layer: Any) -> Any:
-        return {"w": layer["w"] - layer["w"].mean(), "b": layer["b"].flip(0)}
-
-    sharded, plain = stacks()
-    out = ya.map_whole_layers(center, sharded["s"])
-    assert isinstance(out, ya.Sharded)
-    assert optree.tree_structure(out) == optree.tree_structure(sharded["s"])
-    assert_equal(out, ya.map_whole_layers(center, plain["s"]))
-    group = out.entry.groups[0]
-    assert not any(gap.any() for leaf in out.leaves for row in leaf for gap in group.layout.gaps(row))
-
-
-def test_anything_else_is_stacked() -> None:
-    def statistics(layer: Any) -> Any:
-        return {"norm": layer["w"].norm(), "none": None, "n": layer["b"].numel(), "rows": [layer["w"].sum(0)]}
-
-    sharded, plain = stacks()
-    out, want = ya.map_whole_layers(statistics, sharded["s"]), ya.map_whole_layers(statistics, plain["s"])
-    assert_equal(out, want)
-    assert out["norm"].shape == (4,) and out["none"] is None and out["rows"][0].shape == (4, 2)
-    assert out["n"].tolist() == [5] * 4
-    assert ya.map_whole_layers(lambda layer: None, sharded["s"]) is None
-
-
-def test_results_are_copies_and_arguments_stay() -> None:
-    sharded, plain = stacks()
-    kept = ya.map_whole_layers(lambda layer: (layer["w"], layer["b"]), sharded["s"])
-    assert torch.equal(kept[0], plain["s"]["w"]) and torch.equal(kept[1], plain["s"]["b"])
-    ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: x.zero_(), layer), sharded["s"])
-    assert_equal(ya.unshard(sharded), plain)  # what f gets is no view of the parameters
-
-
-def test_several_stacks_and_plain_tensors_together() -> None:
-    def f(layer: Any, other: Any, scale: torch.Tensor) -> Any:
-        return {"w": layer["w"] @ other[0] * scale, "b": layer["b"]}
-
-    sharded, plain = stacks()
-    scale = torch.arange(4.0)
-    outs = [ya.map_whole_layers(f, p["s"], p["t"], scale) for p in (sharded, plain)]
-    assert not isinstance(outs[0], ya.Sharded)  # w has another shape than the layer's
-    assert_equal(*outs)
 
 
 def test_moments_of_a_stack_with_frozen_leaves() -> None:
@@ -83,39 +39,6 @@ def test_a_layer_of_moments_for_a_layer_of_moments_is_a_stack_again() -> None:
     mu = optree.tree_map(lambda x: x + 1, state.opt_state[0].mu)["s"]
     moved = ya.map_whole_layers(lambda m: {"w": m["w"] * 2, "base": None}, mu)
     assert isinstance(moved, ya.Sharded) and ya.unshard(moved)["w"].eq(2).all()
-
-
-def test_layers_are_the_masters_not_the_working_copy() -> None:
-    state = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(compute=torch.bfloat16))
-    dtypes = set()
-
-    def f(layer: Any) -> None:
-        dtypes.update(leaf.dtype for leaf in optree.tree_leaves(layer))
-        assert not torch.is_grad_enabled()
-
-    ya.map_whole_layers(f, state.params.layers)
-    assert dtypes == {torch.float32}
-
-
-def test_gradients_of_a_step_are_stacks_too() -> None:
-    state = ya.init(model(), TX, mesh=one_rank())
-    _, grads = ya.value_and_grad(loss)(state.params, batch())
-    _, want = ya.value_and_grad(loss)(ya.unshard(state), batch())
-    got = ya.map_whole_layers(lambda p, g: (p["up"] * g["up"]).sum(), state.params.layers, grads.layers)
-    whole = ya.unshard(state).layers["up"]
-    assert torch.allclose(got, (whole * want.layers["up"]).sum((1, 2)), rtol=1e-5)
-
-
-def test_gradients_of_frozen_leaves_are_zero_layers() -> None:
-    tree = {"s": ya.Stacked({"w": param(2, 3, 3), "base": ya.frozen(param(2, 3))})}
-    state = ya.init(tree, TX, mesh=one_rank())
-
-    def run(p: Any, x: torch.Tensor) -> torch.Tensor:
-        return ya.scan(lambda c, w: (c @ w["w"] + w["base"], None), x, p["s"])[0].sum()
-
-    grads = ya.grad(run)(state.params, torch.ones(2, 3))
-    sums = ya.map_whole_layers(lambda g: (g["w"].abs().sum(), g["base"].abs().sum()), grads["s"])
-    assert sums[0].gt(0).all() and sums[1].eq(0).all()
 
 
 def test_errors() -> None:
@@ -141,8 +64,3 @@ def test_errors() -> None:
     layers = iter([True, False, True, False])
     with pytest.raises(ValueError, match="a tree like the layer for some layers and another for others"):
         ya.map_whole_layers(lambda layer: layer if next(layers) else layer["w"], sharded["s"])
-
-
-def test_a_plain_stack_of_another_length_than_the_sharded_one_is_refused() -> None:
-    with pytest.raises(ValueError, match="length"):
-        ya.map_whole_layers(lambda layer, x: None, stacks()[0]["s"], torch.ones(5))

@@ -10,9 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
-from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, param, slot_bytes
-from yafsdp_fn.params.tree_layout import tree_layout
-from yafsdp_fn.runtime.shards import Shards
+from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, slot_bytes
 from yafsdp_fn.runtime.slots import Slots
 
 TX = ya.optim.adamw(1e-2)
@@ -20,20 +18,6 @@ TX = ya.optim.adamw(1e-2)
 
 def storage(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def test_shards_are_views_by_unit() -> None:
-    layout, _ = tree_layout(
-        {"a": param(3), "f": ya.frozen(param(2)), "s": ya.Stacked({"w": param(4, 2, 3), "v": param(4)})}
-    )
-    groups = [group for _, group in layout.groups]
-    tensors = [torch.arange(8.0), None, torch.arange(64.0).view(4, 16)]
-    shards = Shards(groups, tensors)
-    assert set(shards.rows) == {0, 2, 3, 4, 5} and shards.tensors == tensors
-    assert shards.rows[3].tolist() == list(range(16, 32)) and storage(shards.rows[3]) == storage(tensors[2])
-    v, w = shards.views(3).leaves
-    assert v.shape == () and v == 16 and w.shape == (2, 3) and w[0, 0] == 24
-    assert shards.views(3).leaves[0] is v  # views are made once
 
 
 def watched(seen: list[Any]) -> Any:
@@ -92,20 +76,6 @@ def test_another_reduction_dtype_takes_gradient_slots() -> None:
     assert slot_bytes(slots) == sum(program.grad_slot_bytes().values())
     flat, leaves, _ = slots.grad(0, 1, state.memory.kept_grads())
     assert flat.dtype == torch.bfloat16 and len(leaves) == 3 and all(storage(leaf) == storage(flat) for leaf in leaves)
-
-
-def test_a_slot_grows_and_its_views_with_it() -> None:
-    memory = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(reduce=torch.bfloat16)).memory
-    slots, grads = Slots(memory), memory.kept_grads()
-    slots.reserve({}, {0: memory.units[1].reduce_bytes})
-    small = slots.grad(0, 1, grads).flat
-    assert slots.grad(0, 1, grads).flat is small
-    slots.reserve({}, {0: 10 * memory.units[1].reduce_bytes})
-    assert slot_bytes(slots) == 10 * memory.units[1].reduce_bytes
-    large = slots.grad(0, 1, grads).flat
-    assert large is not small and large.shape == small.shape
-    slots.reserve({}, {0: 8})
-    assert slots.grad(0, 1, grads).flat is large
 
 
 def test_slots_are_given_back_and_told_apart() -> None:

@@ -9,7 +9,6 @@ import pytest
 import yafsdp_fn as ya
 from tests.harness.oracle import noting
 from tests.harness.small import batch, loss, model, one_rank
-from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.schedules import Trace
 
 TX = ya.optim.sgd(0.1)
@@ -55,34 +54,3 @@ def test_a_failed_first_step_teaches_nothing() -> None:
         step.program(made)
     made, _ = step(made, batch() | {"fail": False})
     assert step.program(made).ops
-
-
-@pytest.mark.parametrize("name", ["zero3", "zero2"])
-def test_a_factory_that_was_not_called_is_named(name: str) -> None:
-    with pytest.raises(
-        TypeError, match=rf"schedule={name}: that is the factory; call it: schedule=ya.schedules.{name}\(\)"
-    ):
-        Programs(getattr(ya.schedules, name))
-
-
-def test_a_schedule_may_be_any_function_of_the_trace() -> None:
-    """One that gathers each unit right before each use, into a slot of its own, and reduces right after."""
-    from yafsdp_fn.schedules import Backward, Forward, Gather, Op, Reduce
-
-    def simple(trace: Trace) -> ya.Program:
-        ops: list[Op] = []
-        for kind, visit, _, _ in trace.order:
-            units, trained = trace.visits[visit].units, trace.visits[visit].trained
-            ops.append(Gather(units, units))
-            if kind == "forward":
-                ops.append(Forward(visit, units, keep=visit % 2 == 0))
-            else:
-                ops += [Backward(visit, units, trained), Reduce(trained, trained)]
-        return ya.Program(trace, tuple(ops))
-
-    step, plain_step = ya.train_step(loss, TX, schedule=simple), ya.train_step(loss, TX)
-    made, twin = state(), state()
-    for number in range(3):
-        made, got = step(made, batch(number))
-        twin, want = plain_step(twin, batch(number))
-        assert got["loss"] == want["loss"]

@@ -76,7 +76,8 @@ def first_order(mesh: Any, name: str) -> None:
     compare(got_value, s.total(s.plain, own), 1e-6, f"{name}: value")
 
     out, backward = vjp(lambda params: s.total(params, own), s.sharded)
-    s.check(backward(torch.full_like(out, 2.0))[0], [2 * g for g in expected], 1e-6, f"{name}: vjp")
+    for scale in (1.0, 2.0):
+        s.check(backward(torch.full_like(out, scale))[0], [scale * g for g in expected], 1e-6, f"{name}: vjp")
 
     leaves = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), s.sharded)
     s.total(leaves, own).backward()

@@ -50,12 +50,6 @@ def test_other_leaves_stay() -> None:
     assert two["x"].tolist() == [[1, 1], [0, 0]] and not two["x"].requires_grad and two["text"] == "a"
 
 
-def test_what_is_combined_is_detached() -> None:
-    x = torch.ones((), requires_grad=True)
-    out = combine([(ya.Sum(x), ya.Max(x), ya.Mean(x, 2.0))] * 2, None)
-    assert not any(leaf.requires_grad for leaf in out) and out[2] == 0.5
-
-
 class Ranks:
     """Stands in for the communicators of three ranks that all have the same values."""
 
@@ -141,41 +135,10 @@ def test_parts_of_different_structure_are_refused() -> None:
 # ---- what a loss may be
 
 
-def test_a_scalar_is_a_mean_of_weight_one() -> None:
-    mean = as_mean(torch.tensor(2.0))
-    assert (mean.total, mean.weight) == (2.0, 1.0) and isinstance(mean.weight, Tensor)
-    assert as_mean(ya.Mean(torch.tensor(2.0), 3)).weight == 3
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_a_weight_is_the_number_that_was_written(dtype: torch.dtype) -> None:
     assert as_mean(ya.Mean(torch.ones((), dtype=dtype), 0.1)).weight.item() == 0.1
     assert combine([ya.Mean(torch.ones((), dtype=dtype), 0.1)], None) == torch.tensor(1 / 0.1, dtype=dtype)
-
-
-@pytest.mark.parametrize(
-    ("loss", "error", "message"),
-    [
-        (torch.ones(2), TypeError, r"the loss: expected a scalar tensor or ya.Mean of one, got torch.float32 \(2,\)"),
-        (1.5, TypeError, "expected a scalar tensor or ya.Mean of one, got float"),
-        ((torch.ones(()), {}), TypeError, "got tuple; with aux, pass has_aux=True"),
-        (
-            torch.ones((), dtype=torch.int64),
-            TypeError,
-            "a Mean should be a floating-point tensor, got torch.int64",
-        ),
-        (ya.Mean(torch.ones(2), 1.0), TypeError, r"a scalar tensor or ya.Mean of one, got torch.float32 \(2,\)"),
-        (ya.Mean(torch.ones(()), torch.ones(3)), TypeError, r"weight of a Mean should be a scalar or .*, got \(3,\)"),
-        (
-            ya.Mean(torch.ones(()), torch.ones((), requires_grad=True)),
-            ValueError,
-            "its gradient would be lost. Detach it",
-        ),
-    ],
-)
-def test_bad_losses_are_refused(loss: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        as_mean(loss)
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(True), torch.tensor(200, dtype=torch.uint8), torch.tensor(257.0)])

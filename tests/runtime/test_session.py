@@ -9,7 +9,21 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, same, state
+from tests.harness.failing import (
+    TX,
+    LossFn,
+    backwards,
+    batch,
+    bits,
+    embed,
+    head,
+    headless,
+    layer,
+    longer,
+    loss,
+    same,
+    state,
+)
 from tests.harness.groups import outcome
 from tests.harness.pool import on_ranks
 
@@ -17,19 +31,6 @@ from tests.harness.pool import on_ranks
 def skipping(tree: Any, data: Any) -> Tensor:
     """No layers."""
     return ya.apply(head, tree["head"], ya.apply(embed, tree["embed"], data["tokens"]), data["targets"])
-
-
-def headless(tree: Any, data: Any) -> Tensor:
-    return ya.scan(layer, ya.apply(embed, tree["embed"], data["tokens"]), tree["layers"])[0].sum()
-
-
-def longer(tree: Any, data: Any) -> Tensor:
-    return loss(tree, data) + ya.apply(lambda w: w["w"].square().sum(), tree["head"])
-
-
-def backwards(tree: Any, data: Any) -> Tensor:
-    x = ya.apply(embed, tree["embed"], data["tokens"])
-    return ya.apply(head, tree["head"], ya.scan(layer, x, tree["layers"], reverse=True)[0], data["targets"])
 
 
 def together(tree: Any, data: Any) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, assert_close, assert_equal, batch, leaves, loss, model, one_rank, param
+from tests.harness.small import Model, assert_equal, batch, leaves, loss, model, one_rank, param
 
 TX = ya.optim.adamw(1e-2)
 State = ya.ShardedState
@@ -63,78 +63,7 @@ def test_the_optimizer_state_is_sharded_alike() -> None:
     ]
 
 
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_the_working_copy_follows_the_master(compute: torch.dtype) -> None:
-    state = fresh(precision=ya.Precision(compute=compute))
-    step = train()
-    for _ in range(2):
-        state, _ = step(state, batch())
-        for master, working in zip(state.memory.master.tensors, state.memory.working.tensors, strict=True):
-            assert master is not None and working is not None
-            assert master.dtype == torch.float32 and working.dtype == compute
-            assert torch.equal(working, master.to(compute))
-            assert (master is working) == (compute == torch.float32)
-
-
-def test_gaps_and_padding_stay_zero() -> None:
-    state, step = fresh(), train()
-    for _ in range(3):
-        state, _ = step(state, batch())
-    trees: Any = (state.params, state.opt_state[0].mu, state.opt_state[0].nu)
-    for tree in trees:
-        for handle in tree:
-            for _, group, leaf in handle.group_leaves():
-                rows = leaf.view(-1, leaf.shape[-1])
-                assert not any(gap.any() for row in rows for gap in group.layout.gaps(row))
-
-
-def test_the_step_counts_and_the_structure_stays() -> None:
-    state, step = fresh(), train()
-    before = optree.tree_structure(state)
-    for number in range(3):
-        assert state.step == number
-        state, _ = step(state, batch())
-    assert optree.tree_structure(state) == before
-
-
 # ---- donation
-
-
-def test_without_donation_the_old_state_stays() -> None:
-    state, twin = fresh(), fresh()
-    before = snapshot(state)
-    careful = ya.train_step(loss, TX, donate=False)
-    kept, _ = careful(state, batch())
-    again, _ = careful(state, batch())
-    assert_equal(before, state)
-    moved, _ = train()(twin, batch())
-    assert_equal(kept, moved)
-    assert_equal(again, moved)
-    assert_equal(kept.opt_state[0].nu, moved.opt_state[0].nu)
-
-
-def test_a_copy_is_apart() -> None:
-    state, step = fresh(), train()
-    state, _ = step(state, batch())
-    twin = state.copy()
-    before = snapshot(twin)
-    state, _ = step(state, batch(1))
-    assert_equal(before, twin)
-    assert twin.step == 1
-    assert int(twin.opt_state[0].count) == 1
-    twin, _ = step(twin, batch(1))
-    assert_equal(twin, state)
-
-
-def test_apply_gradients_is_the_other_half_of_a_step() -> None:
-    state, twin = fresh(), fresh()
-    step, differentiate = train(), ya.value_and_grad(loss)
-    for number in range(3):
-        _, grads = differentiate(state.params, batch(number))
-        state = state.apply_gradients(grads, TX)
-        twin, _ = step(twin, batch(number))
-    assert (state.step, twin.step) == (3, 3)
-    assert_close(state, twin, rtol=1e-5)
 
 
 # ---- a pytree
@@ -155,19 +84,6 @@ def test_a_round_trip_is_the_same_state(registry: Any) -> None:
     assert_equal(moved, expected)
     with pytest.raises(RuntimeError, match="donated"):  # the same leaves: the same memory
         step(state, batch())
-
-
-@pytest.mark.parametrize("registry", [optree, torch_pytree])
-def test_a_state_of_copied_leaves_has_memory_of_its_own(registry: Any) -> None:
-    state, step = fresh(), train()
-    state, _ = step(state, batch())
-    again = registry.tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, state)
-    before = snapshot(state)
-    moved, _ = step(again, batch(1))
-    assert_equal(before, state)  # stepping the copy left the original alone
-    expected, _ = step(state, batch(1))
-    assert_equal(moved, expected)
-    assert_equal(moved.opt_state[0].mu, expected.opt_state[0].mu)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "plain"])
@@ -209,22 +125,10 @@ def test_replaced_leaves_are_adopted_and_not_written() -> None:
     step(mixed, batch())  # what was adopted is not donated: its memory is the new state's alone
 
 
-def test_leaves_of_another_shape_are_refused_by_name() -> None:
-    state = fresh()
-    short = optree.tree_map(lambda x: x[..., :8], state.params.layers)
-    with pytest.raises(ValueError, match=r"layers: a local shard has shape \(3, 88\), got \(3, 8\)"):
-        train()(dataclasses.replace(state, params=state.params._replace(layers=short)), batch())
-
-
 def test_leaves_in_another_dtype_come_back_in_the_masters() -> None:
     state = fresh()
     doubles = optree.tree_map(lambda x: x.double(), state.params)
     assert_equal(dataclasses.replace(state, params=doubles).check(), state)
-
-
-def test_plain_trees_are_no_states() -> None:
-    with pytest.raises(TypeError, match="train_step takes a ShardedState or a PlainState, got Model"):
-        train()(ya.materialize(model()), batch())
 
 
 # ---- shard, unshard

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import on_ranks
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, param, with_ends
+from tests.harness.watching import Watch, tensors
 from yafsdp_fn.communication.streams import Event, HostStream
 
 E, F, V, LAYERS = 64, 96, 72, 5
@@ -64,32 +64,10 @@ def batch() -> Batch:
     return {"tokens": tokens, "targets": tokens + 1}
 
 
-class FreshStorages(TorchDispatchMode):
-    """Sizes of the outputs, in one thread, whose storage is not that of an input; and how many ops it saw."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-        self.ops = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        self.ops += 1
-        self.sizes += [
-            t.untyped_storage().nbytes() for t in tensors(out) if t.untyped_storage().data_ptr() not in given
-        ]
-        return out
-
-
-def tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
 @contextlib.contextmanager
-def watched_streams() -> Iterator[FreshStorages]:
+def watched_streams() -> Iterator[Watch]:
     """What the work on the streams of this process allocates."""
-    mode, submit = FreshStorages(), HostStream.submit
+    mode, submit = Watch(), HostStream.submit
 
     def watched(self: HostStream, work: Callable[[], None], waits: Sequence[Event], event: Any, label: str) -> None:
         def run() -> None:
@@ -123,12 +101,12 @@ def measured(step: Callable[[], object]) -> Measured:
         no_collection(),
         watched_streams() as mode,
         profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof,
-        FreshStorages() as own,
+        Watch() as own,
     ):
         step()
     events = sorted(prof.profiler.kineto_results.events(), key=lambda event: event.start_ns())
     main = [event.nbytes() for event in events if event.name() == "[memory]"]
-    return Measured(main, own.sizes, mode.sizes, mode.ops)
+    return Measured(main, own.fresh, mode.fresh, len(mode.ops))
 
 
 @by_autograd()

@@ -20,7 +20,6 @@ from tests.harness.problems import (
     TX,
     Head,
     Layer,
-    base_loss,
     base_params,
     block,
     param,
@@ -102,10 +101,6 @@ def two_slots(layers: int, parts: int, width: int = 2) -> int:
     return layers + missing + (parts - 1) * 2 * missing
 
 
-def test_two_slots_take_2_l_minus_2_gathers() -> None:
-    assert [two_slots(layers, 1) for layers in (1, 2, 3, 7)] == [max(n, 2 * n - 2) for n in (1, 2, 3, 7)]
-
-
 @on_ranks(2)
 @pytest.mark.sampled
 @pytest.mark.parametrize("layers", [1, 2, 7])
@@ -127,16 +122,6 @@ def test_counts_under_zero3(mesh: Any, layers: int, parts: int, schedule: str, w
     }
 
 
-@on_ranks(2)
-@pytest.mark.sampled
-@pytest.mark.parametrize("layers", [1, 2, 7])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize("schedule", ["zero2", "zero2-remat-all"])
-def test_counts_under_zero2(mesh: Any, layers: int, parts: int, schedule: str) -> None:
-    counts = counted(mesh, "base", layers, schedule, parts)
-    assert counts[("gather", "layers")] == layers and counts[("reduce", "layers")] == parts * layers
-
-
 def test_counts_of_other_visits(pools: Pools) -> None:
     """A tied unit is gathered once and reduced once a microbatch; a stack visited twice, between its neighbours."""
     (tied, *_), (twice, *_), (frozen, *_), (part, *_) = (
@@ -152,16 +137,6 @@ def test_counts_of_other_visits(pools: Pools) -> None:
     assert ("reduce", "more.main.frozen") not in frozen and frozen[("reduce", "more")] == 5
     # a visit that the loss does not use has a backward all the same: ranks may differ in what they use
     assert part[("reduce", "more")] == 6
-
-
-@on_ranks(1)
-def test_one_rank_communicates_nothing(mesh: Any) -> None:
-    state = ya.init(base_params(3), TX, mesh=mesh)
-    step = ya.train_step(base_loss, TX, microbatches=3)
-    with recorded() as calls:
-        for _ in range(2):
-            state, _ = step(state, batch_of(0))
-    assert len(calls) == 0
 
 
 # ---- dtypes

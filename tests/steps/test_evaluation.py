@@ -159,20 +159,21 @@ def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
 
 
 def draws(mesh: Any) -> list[list[float]]:
-    """Every draw of two steps."""
-    state = ya.init(base_params(2), TX, mesh=mesh)
+    """Every draw of two steps of two seeds."""
     step = ya.train_step(drawn, TX, has_aux=True, microbatches=3)
     out = []
-    for _ in range(2):
-        state, metrics = step(state, batch_of(0))
-        out += metrics["aux"].flatten(0, 1).tolist()
+    for seed in range(2):
+        state = ya.init(base_params(2), TX, mesh=mesh, seed=seed)
+        for _ in range(2):
+            state, metrics = step(state, batch_of(0))
+            out += metrics["aux"].flatten(0, 1).tolist()
     return out
 
 
 def test_random_numbers_are_independent(pools: Pools) -> None:
-    """Of rank, step, microbatch and layer: each draws its own, though the batches are the same."""
+    """Of rank, seed, step, microbatch and layer: each draws its own, though the batches are the same."""
     found = [tuple(draw) for of_rank in pools[2].run(draws) for draw in of_rank]
-    assert len(found) == 2 * 2 * 3 * 2 and len(set(found)) == len(found)
+    assert len(found) == 2 * 2 * 2 * 3 * 2 and len(set(found)) == len(found)
 
 
 # ---- parameters that are not the state's own

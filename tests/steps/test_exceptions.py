@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.harness.collector import no_collection
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.marks import nightly
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.api.train_step import TrainStep
 from yafsdp_fn.runtime.execute import VisitRunner
 
@@ -155,7 +155,9 @@ def beside_the_visits(fault: Fault) -> LossFn:
     return loss
 
 
-def elsewhere(mesh: Any) -> list[str]:
+@on_ranks()
+@pytest.mark.parametrize("world", [nightly(1), 2])
+def test_an_exception_beside_the_visits_leaves_the_state_usable(mesh: Any) -> None:
     fault, data = Fault(), batch(mesh.get_local_rank())
     expected = expected_steps(state(mesh), beside_the_visits(Fault()), 20)
     for at in range(20):
@@ -164,19 +166,14 @@ def elsewhere(mesh: Any) -> list[str]:
             here = at if number == 0 else at % 6  # a later step has six events and a backward
             if not fail(fault, here, lambda now=now, step=step: step(now, data)):
                 assert number == 0
-                return fault.events
+                # the last one is the backward of the mapped visit, which recomputes
+                assert set(fault.events) == {
+                    *("before the first visit", "without grad", "between visits", "pure path", "after the last visit"),
+                }
+                return
             now, _ = step(now, data)
             assert same(bits(now), after), f"event {at}"
     raise AssertionError("a step without an end")
-
-
-@pytest.mark.parametrize("world", [nightly(1), 2])
-def test_an_exception_beside_the_visits_leaves_the_state_usable(pools: Pools, world: int) -> None:
-    events = pools[world].run(elsewhere)[0]
-    # the last one is the backward of the mapped visit, which recomputes
-    assert set(events) == {
-        *("before the first visit", "without grad", "between visits", "pure path", "after the last visit"),
-    }
 
 
 @on_ranks(1, 2)

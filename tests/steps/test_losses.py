@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,15 +46,13 @@ BAD: dict[str, LossFn] = {
 }
 
 
-def not_finite(mesh: Any, which: str, everywhere: bool) -> None:
+def not_finite(make: Callable[[], Any], which: str, rank: int = 0, bad_here: bool = True) -> None:
     """A bad step keeps every bit but the step number; the next one is that of a run without it."""
-    rank, ranks = mesh.get_local_rank(), mesh.size()
-    bad_here = everywhere or rank == ranks - 1
     for options in ({}, {"microbatches": 2}):
         step = ya.train_step(BAD[which], TX, **options)
         good = {**batch(rank), "bad": torch.tensor(0)}
         bad = {**good, "bad": torch.tensor(int(bad_here))}
-        now, expected = state(mesh), ya.train_step(BAD[which], TX, **options)(state(mesh), good)[0]
+        now, expected = make(), ya.train_step(BAD[which], TX, **options)(make(), good)[0]
         before = bits(now)
         for count in (1, 2):  # recorded, then by its program
             now, metrics = step(now, bad)
@@ -69,20 +68,27 @@ def not_finite(mesh: Any, which: str, everywhere: bool) -> None:
 @on_ranks(1)
 @pytest.mark.parametrize("which", BAD)
 def test_a_step_that_is_not_finite_is_skipped(mesh: Any, which: str) -> None:
-    not_finite(mesh, which, True)
+    not_finite(functools.partial(state, mesh), which)
+
+
+@pytest.mark.parametrize("which", BAD)
+def test_so_is_one_of_a_plain_state(which: str) -> None:
+    not_finite(plain, which)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("which", ["nan", "a gradient"])
 def test_one_rank_that_is_not_finite_skips_all(mesh: Any, which: str) -> None:
-    not_finite(mesh, which, False)
+    rank = mesh.get_local_rank()
+    not_finite(functools.partial(state, mesh), which, rank, bad_here=rank == 1)
 
 
 def test_skipping_can_be_switched_off() -> None:
     step = ya.train_step(BAD["nan"], TX, skip_nonfinite=False)
-    now, metrics = step(state(), {**batch(), "bad": torch.tensor(1)})
-    assert float(metrics["skipped"]) == 0.0
-    assert all(leaf.isnan().any() for leaf in optree.tree_leaves(now.params))
+    for before in (state(), plain()):
+        now, metrics = step(before, {**batch(), "bad": torch.tensor(1)})
+        assert float(metrics["skipped"]) == 0.0
+        assert all(leaf.isnan().any() for leaf in optree.tree_leaves(now.params))
 
 
 @on_ranks(2)
@@ -233,7 +239,8 @@ def test_a_batch_that_ranks_cannot_share(mesh: Any) -> None:
 def test_foreign_optimizers() -> None:
     """A pair of functions nobody vouches for is given whole trees, wherever it comes in; not unit by unit."""
     foreign: Any = (TX.init, TX.update)
-    for tx in (foreign, ya.optim.chain(ya.optim.scale(1.0), foreign)):
+    masked = ya.optim.masked(foreign, lambda path, param: True)
+    for tx in (foreign, ya.optim.chain(ya.optim.scale(1.0), foreign), masked):
         step = ya.train_step(loss, tx)
         ours, (expected, _) = step(state(tx=tx), batch())[0], step(plain(tx), batch())
         assert same(optree.tree_leaves(ya.unshard(ours)), optree.tree_leaves(expected.params))

@@ -13,13 +13,12 @@ from torch.func import grad
 
 import yafsdp_fn as ya
 from tests.checkpoint import test_resharding as resharding
-from tests.harness.marks import by_day, nightly
+from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made, on
 from tests.harness.oracle import batch_of, global_batch
 from tests.harness.pool import Pools, on_ranks
 from tests.runtime.test_pure_on_ranks import Setting, first_order, per_example, second_order
 from tests.steps.test_whole_trees import initial, numbers, several_units
-from yafsdp_fn.checkpoint.io import load, save
 
 ON = pytest.mark.parametrize("mesh", [name for name in MESHES if name != "shard"])
 BF16 = torch.bfloat16
@@ -134,35 +133,10 @@ def test_a_step_sums_in_accumulate_too(_: Any, name: str, schedule: str) -> None
 # ---- checkpoints
 
 
-def saved(mesh: Any, directory: str) -> list[Tensor]:
-    state = resharding.stepped(ya.init(resharding.net(), resharding.TX, mesh=mesh, seed=4), 3)
-    save(directory, state)
-    return resharding.whole(state)
-
-
-def loaded(mesh: Any, directory: str) -> list[Tensor]:
-    state, _ = load(directory, ya.init(resharding.net(), resharding.TX, mesh=mesh, seed=99))
-    return resharding.whole(state)
-
-
-@pytest.mark.parametrize("mesh", ["replicate", nightly("copies"), "nodes"])
-def test_checkpoints_travel_between_meshes(pools: Pools, tmp_path: Path, mesh: str) -> None:
-    """From a mesh with replicas or nodes to 1, 2 and 4 ranks, and back."""
-    there, back = str(tmp_path / "there"), str(tmp_path / "back")
-    before = pools[4].run(on, mesh, saved, there)
-    assert all(resharding.same(before[0], other) for other in before)
-    for ranks in (1, 2, 4):
-        for got in pools[ranks].run(loaded, there):
-            assert resharding.same(got, before[0]), ranks
-    pools[2].run(saved, back)
-    for got in pools[4].run(on, mesh, loaded, back):
-        assert resharding.same(got, before[0])
-
-
 def test_replicas_save_a_shard_once(pools: Pools, tmp_path: Path) -> None:
     sizes = {}
     for mesh in ("shard", "replicate", "copies"):
-        pools[4].run(on, mesh, saved, str(tmp_path / mesh))
+        pools[4].run(on, mesh, resharding.saved, str(tmp_path / mesh), resharding.FP32)
         sizes[mesh] = sum(file.stat().st_size for file in (tmp_path / mesh).rglob("*.safetensors"))
     numel = sum(leaf.numel() for leaf in optree.tree_leaves(ya.materialize(resharding.net(), seed=0)))
     assert sizes["shard"] > 4 * numel

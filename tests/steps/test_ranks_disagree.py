@@ -15,16 +15,18 @@ from tests.harness.failing import (
     Fault,
     LossFn,
     Steps,
+    backwards,
     batch,
     bits,
     embed,
     head,
+    headless,
     layer,
+    longer,
     loss,
     loss_with,
     same,
     state,
-    with_ends,
 )
 from tests.harness.groups import SOON, TIMEOUT, breakable, outcome
 from tests.harness.pool import on_ranks
@@ -36,22 +38,6 @@ def swapped(params: Any, data: Any) -> torch.Tensor:
     x = ya.apply(embed, params["embed"], data["tokens"])
     total: torch.Tensor = ya.apply(head, params["head"], x, data["targets"])
     return total + ya.scan(layer, x, params["layers"])[0].sum()
-
-
-@with_ends
-def backwards(params: Any, x: torch.Tensor) -> Any:
-    return ya.scan(layer, x, params["layers"], reverse=True)[0]
-
-
-def headless(params: Any, data: Any) -> torch.Tensor:
-    """One visit fewer."""
-    x = ya.apply(embed, params["embed"], data["tokens"])
-    return ya.scan(layer, x, params["layers"])[0].sum()
-
-
-def longer(params: Any, data: Any) -> torch.Tensor:
-    """One visit more."""
-    return loss(params, data) + ya.apply(lambda w: w["w"].square().sum(), params["head"])
 
 
 LOSSES: dict[str, LossFn] = {"swapped": swapped, "backwards": backwards, "headless": headless, "longer": longer}
@@ -131,16 +117,6 @@ def test_other_visits_on_one_rank_later(mesh: Any) -> None:
     else:
         assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
     assert "lost since" in ranks.said()
-
-
-@on_ranks(1, 2)
-def test_a_mesh_of_another_size_than_the_world(mesh: Any) -> None:
-    """Meshes and worlds that do not fit."""
-    world = mesh.size()
-    text = outcome(lambda: ya.mesh(shard=mesh.size() + 1, device="cpu"))
-    ranks = f"{world} rank{'s' * (world > 1)}"
-    assert f"ValueError: mesh(shard={world + 1}): the job has {ranks}; start {world + 1} of them" in text
-    assert f"torchrun --nproc-per-node {world + 1}" in text
 
 
 @on_ranks(2)

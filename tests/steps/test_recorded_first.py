@@ -266,50 +266,6 @@ def test_outputs_of_a_recorded_visit_may_be_written_in_place() -> None:
     assert got[1] == 2 * got[0]
 
 
-@on_ranks(1, 2)
-def test_a_gradient_inside_the_loss_is_refused(mesh: Any) -> None:
-    """Each is refused by name, and the state is as before."""
-
-    def of_weights(tree: Any, data: Any) -> Tensor:
-        mean = loss(tree, data)
-        leaf = tree["head"].leaves[0]
-        (found,) = torch.autograd.grad(mean, leaf, retain_graph=True)
-        return mean + found.sum()
-
-    def through_a_visit(tree: Any, data: Any) -> Tensor:
-        x = torch.ones(4, 3, 5, requires_grad=True)
-        out = ya.apply(head, tree["head"], x, data["targets"])
-        (found,) = torch.autograd.grad(out, x, create_graph=True)
-        return loss(tree, data) + found.sum()
-
-    for total in (of_weights, through_a_visit):
-        now = state(mesh)
-        before = bits(now)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="head: a backward through a visit outside the step's own"):
-                ya.train_step(total, TX)(now, batch())
-        assert same(bits(now), before)
-        ya.train_step(loss, TX)(now, batch())
-
-
-def test_a_recording_is_closed() -> None:
-    kept: list[Any] = []
-
-    def keeping(tree: Any, data: Any) -> Tensor:
-        kept.append(tree)
-        if len(kept) == 1:
-            raise OSError("planned")
-        return loss(tree, data)
-
-    step, now = ya.train_step(keeping, TX), state()
-    with pytest.raises(OSError, match="planned"):
-        step(now, batch())
-    step(now, batch())
-    for tree in kept:
-        with pytest.raises(RuntimeError, match="given to a step that is over"):
-            loss(tree, batch())
-
-
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_recorded_block_that_writes_into_its_weights_is_refused(grad: bool) -> None:
     def total(tree: Any, data: Any) -> Tensor:
@@ -334,18 +290,9 @@ def teaching(tree: Any, data: Any) -> Tensor:
     return loss(tree, data)
 
 
-def with_aux(tree: Any, data: Any, aux: Any) -> Any:
-    return loss(tree, data), aux
-
-
-OTHERS: dict[str, tuple[LossFn, str, bool]] = {
-    "regularised": (regularised, "leaves read outside visits", False),
-    "without grad": (teaching, "forward of head (without grad, microbatch 0, step 0)", False),
-    "aux": (
-        functools.partial(with_aux, aux={"a": torch.ones(3)}),
-        "what the function returns",
-        True,
-    ),
+OTHERS: dict[str, tuple[LossFn, str]] = {
+    "regularised": (regularised, "leaves read outside visits"),
+    "without grad": (teaching, "forward of head (without grad, microbatch 0, step 0)"),
 }
 
 
@@ -353,11 +300,10 @@ OTHERS: dict[str, tuple[LossFn, str, bool]] = {
 @pytest.mark.parametrize("which", OTHERS)
 def test_ranks_that_record_other_calls_say_so(mesh: Any, which: str) -> None:
     mesh = breakable()
-    other, text, has_aux = OTHERS[which]
-    own: Any = functools.partial(with_aux, aux={"a": torch.ones(2)}) if has_aux else loss
+    other, text = OTHERS[which]
     now = state(mesh)
     before = bits(now)
-    step = ya.train_step(other if mesh.get_local_rank() else own, TX, has_aux=has_aux)
+    step = ya.train_step(other if mesh.get_local_rank() else loss, TX)
     error = outcome(lambda: step(now, batch()))
     assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
     assert text in error and "rank 0: " in error and "rank 1: " in error

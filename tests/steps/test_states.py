@@ -27,29 +27,32 @@ State = ya.ShardedState
 
 @WORLDS
 def test_states_in_turn(mesh: Any) -> None:
-    """Four states on one mesh, of two layouts and two precisions, share step functions; each goes as if alone."""
+    """States on one mesh, of three layouts and three precisions, share step functions; each goes as if alone."""
     rank = mesh.get_local_rank()
     kinds = [
-        (base_params, base_loss, ya.Precision(), 0),
-        (base_params, base_loss, ya.Precision(), 1),
-        (stacks_params, stacks_loss, ya.Precision(), 0),
-        (base_params, base_loss, ya.Precision(compute=torch.bfloat16), 0),
+        (base_params(3), base_loss, ya.Precision(), 0),
+        (base_params(3), base_loss, ya.Precision(), 1),
+        (stacks_params(3), stacks_loss, ya.Precision(), 0),
+        (base_params(3), base_loss, ya.Precision(compute=torch.bfloat16), 0),
+        (base_params(3), base_loss, ya.Precision(reduce=torch.bfloat16), 0),
+        (base_params(4), base_loss, ya.Precision(), 0),
     ]
 
     def run(chosen: list[int]) -> dict[int, list[Tensor]]:
         steps = {loss: ya.train_step(loss, TX, microbatches=3) for loss in (base_loss, stacks_loss)}
-        states = {
-            at: ya.init(kinds[at][0](3), TX, mesh=mesh, seed=kinds[at][3], precision=kinds[at][2]) for at in chosen
-        }
+        states = {}
+        for at in chosen:
+            params, _, precision, seed = kinds[at]
+            states[at] = ya.init(params, TX, mesh=mesh, seed=seed, precision=precision)
         for number in range(3):
             for at in chosen:
                 states[at], _ = steps[kinds[at][1]](states[at], batch_of(rank, seed=number))
         return {at: bits(state) for at, state in states.items()}
 
-    together = run([0, 1, 2, 3])
+    together = run(list(range(len(kinds))))
     assert not same(together[0], together[1])
-    for at in range(4):
-        assert same(run([at])[at], together[at]), at
+    for at, alone in together.items():
+        assert same(run([at])[at], alone), at
 
 
 @WORLDS

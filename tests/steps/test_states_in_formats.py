@@ -29,14 +29,15 @@ from tests.harness.formats import (
     planned_program,
     schedules_for,
     split_loss,
+    split_tree,
     tree,
     two_steps_are_plain,
     two_steps_of_micro_shards,
 )
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
-from tests.harness.problems import Batch, V
+from tests.harness.pool import Pool, on_ranks
+from tests.harness.problems import Batch
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
 from yafsdp_fn.params.tree import named_leaves
 
@@ -162,7 +163,9 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
     alike(pools, (1, 2, 4), reproduced)
 
 
-def over_stages(_: Any, kind: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
+def test_across_stages(_: Any, kind: str) -> None:
     tx, abstract = adamw(ROOTS), tree(Wire(), kind)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
         state, batches, mine = on_two_stages(loss, abstract, tx, EXACT)
@@ -174,21 +177,11 @@ def over_stages(_: Any, kind: str) -> None:
         loop.compare(ya.unshard(state), f"stages, {kind}, {order.__name__}")
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
-def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
-    pools[world].run(over_stages, kind)
-
-
 def over_tensor(_: Any, directory: Path, adapters: bool) -> int:
     """Steps are those of one rank, also of adapters; its checkpoint is read over tensor to the bit."""
     world = ya.mesh(device="cpu").size()
     mesh, tx = ya.mesh(device="cpu", tensor=min(2, world)), adamw(Roots(4))
-    layer = {
-        "up": normal(2, 16, 8, split={"tensor": -2}),
-        "down": normal(2, 8, 16, split={"tensor": -1}),
-        "gain": normal(2, 8),
-    }
-    abstract: Any = {"embed": normal(V, 8), "layers": ya.Stacked(layer)}
+    abstract: Any = split_tree(8, 16)
     if adapters:
         abstract = ya.lora(abstract, 4, lambda path, _: path.endswith("up"))
     state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
@@ -217,7 +210,8 @@ def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> 
     alike(pools, (1, 2, 4), over_tensor, tmp_path, adapters)
 
 
-def beside_others(mesh: Any) -> None:
+@on_ranks(nightly(1), 2)
+def test_beside_other_optimizers(mesh: Any) -> None:
     """Optimizers that share units, none with a kernel, leave each other's elements alone; wrappers take it inside."""
     o, light = ya.optim, ya.optim.in_format(ya.optim.adamw(RATE), Roots(16))
     for tx in (
@@ -231,15 +225,16 @@ def beside_others(mesh: Any) -> None:
         two_steps_are_plain(mesh, Wire(), tx)
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2])
-def test_beside_other_optimizers(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(beside_others)
-
-
 # ---- memory
 
 
-def planned(mesh: Any, formats: str) -> None:
+def ya_handles(state: Any) -> list[Any]:
+    return optree.tree_leaves(state.params, is_leaf=lambda node: isinstance(node, ya.Sharded))
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "formats"), [(1, "roots"), (2, "travels"), nightly(3, "wide blocks"), (4, "own")])
+def test_bytes_are_held_and_planned(mesh: Any, formats: str) -> None:
     """A state has a byte for an element of each moment, and a scale for each block; plans count them."""
     format, wire = FORMATS[formats]
     abstract, tx = tree(wire, "marked"), adamw(format)
@@ -249,15 +244,6 @@ def planned(mesh: Any, formats: str) -> None:
     assert held == 2 * format.nbytes(sum(leaf.numel() for leaf in trained)) + 4  # and the count
     program = planned_program(loss, abstract, state, tx)
     assert ya.planner.predict_memory(program, device="cpu").optimizer == held
-
-
-def ya_handles(state: Any) -> list[Any]:
-    return optree.tree_leaves(state.params, is_leaf=lambda node: isinstance(node, ya.Sharded))
-
-
-@pytest.mark.parametrize(("world", "formats"), [(1, "roots"), (2, "travels"), nightly(3, "wide blocks"), (4, "own")])
-def test_bytes_are_held_and_planned(pools: dict[int, Pool], world: int, formats: str) -> None:
-    pools[world].run(planned, formats)
 
 
 def test_a_step_needs_memory_for_a_unit() -> None:
@@ -303,7 +289,8 @@ def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path) -> No
     alike(pools, (2, 1, 3), saved, tmp_path)
 
 
-def carried_over(mesh: Any) -> None:
+@on_ranks(1, 3)
+def test_states_are_carried_over(mesh: Any) -> None:
     """A state goes into a format, out of it, and into another; so do other groups of leaves."""
     batch, light = batch_of(mesh.get_rank()), adamw(ROOTS)
     state, _ = ya.train_step(loss, WHOLE)(ya.init(tree(Wire()), WHOLE, mesh=mesh, precision=EXACT), batch)
@@ -323,12 +310,8 @@ def carried_over(mesh: Any) -> None:
             ya.train_step(loss, other)(ya.shard(state, light), batch)
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_states_are_carried_over(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(carried_over)
-
-
-def skipped(mesh: Any) -> None:
+@on_ranks(nightly(1), 2)
+def test_steps_that_are_skipped(mesh: Any) -> None:
     """Steps that are not finite leave all bits as they are; copies, and what is not donated, have their own."""
     tx, batch = adamw(ROOTS), batch_of(mesh.get_rank())
     state, _ = ya.train_step(loss, tx)(ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT), batch)
@@ -339,11 +322,6 @@ def skipped(mesh: Any) -> None:
     assert all(torch.equal(*pair) for pair in zip(shards_of(kept.opt_state), shards_of(state.opt_state), strict=True))
     other, _ = ya.train_step(loss, tx, donate=False)(state, batch)
     assert ya.checksum(state) == before != ya.checksum(other)
-
-
-@pytest.mark.parametrize("world", [nightly(1), 2])
-def test_steps_that_are_skipped(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(skipped)
 
 
 # ---- what is refused
@@ -366,13 +344,10 @@ def test_what_cannot_be_in_a_format_is_refused(tmp_path: Path) -> None:
             verb(tmp_path / "moments", state, lambda path, layer: f"{path}.{layer}")
 
 
-def disagree(mesh: Any) -> None:
+@on_ranks(2)
+def test_ranks_have_the_same_blocks(mesh: Any) -> None:
     with pytest.raises(ya.errors.RanksDisagree, match=r"(?s)cut at multiples of 8.*cut at multiples of 16"):
         ya.init(tree(Wire()), adamw(Roots(8 * (1 + mesh.get_rank()))), mesh=mesh)
-
-
-def test_ranks_have_the_same_blocks(pools: dict[int, Pool]) -> None:
-    pools[2].run(disagree)
 
 
 # ---- the format for moments

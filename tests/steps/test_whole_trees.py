@@ -48,7 +48,7 @@ def is_params(node: Any) -> bool:
 
 @WORLDS
 def test_padding_stays_zero(mesh: Any) -> None:
-    """After init, in gradients, moments, steps and random trees: sums over shards are sums over leaves."""
+    """After init, in gradients, moments, steps, random trees and mapped layers: sums over shards are over leaves."""
     state = ya.init(base_params(3), TX, mesh=mesh)
     step = ya.train_step(base_loss, TX)
     for _ in range(3):
@@ -56,7 +56,8 @@ def test_padding_stays_zero(mesh: Any) -> None:
     _, grads = ya.value_and_grad(base_loss)(state.params, batch_of(mesh.get_rank()))
     moments = [tree for tree in optree.tree_leaves(state.opt_state, is_leaf=is_params) if is_params(tree)]
     assert len(moments) == 2
-    for tree in (state.params, grads, ya.normal_like(0, state.params), *moments):
+    moved = ya.map_whole_layers(lambda layer: optree.tree_map(torch.exp, layer), state.params.layers)
+    for tree in (state.params, grads, ya.normal_like(0, state.params), moved, *moments):
         squares = torch.stack([leaf.double().square().sum() for leaf in optree.tree_leaves(tree)]).sum()
         if mesh.size() > 1:
             torch.distributed.all_reduce(squares, group=mesh.get_group())

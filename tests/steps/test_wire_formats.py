@@ -24,12 +24,12 @@ from tests.harness.formats import (
     crossed,
     crossing,
     loss,
-    normal,
     on_two_stages,
     planned_program,
     schedules_for,
     sent,
     split_loss,
+    split_tree,
     through,
     tree,
     two_steps_are_plain,
@@ -37,8 +37,8 @@ from tests.harness.formats import (
 )
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool
-from tests.harness.problems import E, V
+from tests.harness.pool import Pool, on_ranks
+from tests.harness.problems import E
 from yafsdp_fn.communication.formats import Scaled, Wire, passed
 
 TOLERANCE = 1e-12
@@ -98,7 +98,8 @@ def off(got: Any, expected: Any, what: str) -> None:
     compare(got, expected, TOLERANCE, what)
 
 
-def outside_of_steps(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_outside_of_steps(mesh: Any) -> None:
     """The pure path, evaluation and whole weights: blocks see what has passed, `ya.unshard` the weights themselves."""
     abstract = tree(FORMATS["int8"])
     plain = Plain(abstract)
@@ -128,11 +129,6 @@ def outside_of_steps(mesh: Any) -> None:
     assert abs(float(along) - here) < 1e-8 * abs(here), "tangents do not pass through a format"
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_outside_of_steps(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(outside_of_steps)
-
-
 def reproduced(_: Any) -> int:
     return two_steps_of_micro_shards(loss, tree(FORMATS["int8"]), TX)
 
@@ -141,7 +137,9 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
     alike(pools, (1, 2, 4), reproduced)
 
 
-def over_stages(_: Any, kind: str) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
+def test_across_stages(_: Any, kind: str) -> None:
     abstract = tree(FORMATS["gathers" if kind == "tied" else "int8"], kind)
     plain = Plain(abstract)
     state, batches, mine = on_two_stages(loss, abstract, TX, EXACT)
@@ -157,30 +155,19 @@ def over_stages(_: Any, kind: str) -> None:
     off(plain.trained(ya.unshard(state)), oracle.params, f"{kind}, a step")
 
 
-@pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
-def test_across_stages(pools: dict[int, Pool], world: int, kind: str) -> None:
-    pools[world].run(over_stages, kind)
-
-
-def split_tree(block: int) -> dict[str, Any]:
+def split_in_blocks(block: int) -> dict[str, Any]:
     """No format rounds the gradient of the gain: each rank of tensor has another part of it."""
-    gather = Wire(gather=Scaled(torch.int8, block))
-    both = gather._replace(reduce=gather.gather)
-
-    layer = {
-        "up": normal(2, 8, E, split={"tensor": -2}, wire=both),
-        "down": normal(2, E, 8, split={"tensor": -1}, wire=both),
-        "gain": normal(2, E, wire=gather),
-    }
-    return {"embed": normal(V, E), "layers": ya.Stacked(layer)}
+    format = Scaled(torch.int8, block)
+    return split_tree(E, 8, wire=Wire(format, format), gain=Wire(gather=format))
 
 
-def over_tensor(_: Any) -> None:
+@on_ranks(2, 4)
+def test_over_tensor(_: Any) -> None:
     """Split leaves have the blocks of whole ones, or are refused; their gradients on each rank of tensor alike."""
     mesh = ya.mesh(device="cpu", tensor=2)
     batch = batch_of(0, rows=4)
     mine = ya.shard_batch(batch, mesh)
-    state = ya.init(split_tree(4), TX, mesh=mesh, precision=EXACT)
+    state = ya.init(split_in_blocks(4), TX, mesh=mesh, precision=EXACT)
     params = ya.unshard(state)
     rows = [{key: leaf[:2] for key, leaf in batch.items()}, {key: leaf[2:] for key, leaf in batch.items()}]
     own = rows if mesh.size() == 4 else [batch]
@@ -198,24 +185,16 @@ def over_tensor(_: Any) -> None:
         _, found = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
         off(ya.unshard(found)["layers"], expected, f"tensor, {schedule}")
     with pytest.raises(ValueError, match=r"layers.*down is split over tensor into runs of 4 elements, and int8/8"):
-        ya.init(split_tree(8), TX, mesh=mesh)
+        ya.init(split_in_blocks(8), TX, mesh=mesh)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_over_tensor(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(over_tensor)
-
-
-def whole_leaves_updated(mesh: Any) -> None:
+@on_ranks(1, 3)
+def test_whole_leaves_go_to_their_owners(mesh: Any) -> None:
     two_steps_are_plain(mesh, FORMATS["int8"], ya.optim.muon(0.02, dtype=F64))
 
 
-@pytest.mark.parametrize("world", [1, 3])
-def test_whole_leaves_go_to_their_owners(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(whole_leaves_updated)
-
-
-def adapted(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_adapters(mesh: Any) -> None:
     """A matrix keeps its format under an adapter, which has none."""
     abstract = ya.lora(tree(Wire(INT8)), 2, lambda path, _: path.endswith("up"))
     node = abstract["layers"].tree["up"]
@@ -230,15 +209,11 @@ def adapted(mesh: Any) -> None:
     compare(value.float(), (lambda mean: mean.total / mean.weight)(loss(seen, batch_of(0))).float(), 1e-6, "adapters")
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_adapters(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(adapted)
-
-
 # ---- states: written by hand, skipped, saved
 
 
-def states(mesh: Any, directory: Path) -> None:
+@on_ranks(1, 2, 3)
+def test_states(mesh: Any, tmp_path: Path) -> None:
     abstract = tree(FORMATS["int8"])
     plain = Plain(abstract)
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
@@ -253,10 +228,10 @@ def states(mesh: Any, directory: Path) -> None:
     _, found = ya.value_and_grad(loss)(state.params, mine)
     off(plain.trained(ya.unshard(found)), plain.trained(grads), "written by hand")
     before = ya.checksum(state)
-    ya.checkpoint.save(directory / "own", state)
+    ya.checkpoint.save(tmp_path / "own", state)
     for wire in (FORMATS["int8"], Wire(), Wire(Scaled(torch.int8, 64))):  # leaves begin elsewhere
         like = ya.init(tree(wire), TX, mesh=mesh, precision=EXACT, seed=1)
-        loaded, _ = ya.checkpoint.load(directory / "own", like)
+        loaded, _ = ya.checkpoint.load(tmp_path / "own", like)
         assert loaded.step == 1
         off(ya.unshard(loaded), ya.unshard(state), f"loaded into {wire}")
         if wire == FORMATS["int8"]:
@@ -272,27 +247,18 @@ def states(mesh: Any, directory: Path) -> None:
     assert metrics["skipped"] == 1, "gradients that are not finite stay so in a format"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_states(pools: dict[int, Pool], world: int, tmp_path: Path) -> None:
-    pools[world].run(states, tmp_path)
-
-
 # ---- what travels, and what is planned
 
 
-def traffic(mesh: Any) -> list[tuple[int, int]]:
+@on_ranks(2, 3)
+def test_what_travels_is_what_the_program_says(mesh: Any) -> None:
     state = ya.init(tree(FORMATS["mixed"], "marked"), TX, mesh=mesh)
-    return sent(loss, state, batch_of(mesh.get_rank()))[:2]
+    for counted, said in sent(loss, state, batch_of(mesh.get_rank()))[:2]:
+        assert counted == said > 0
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
-    for found in pools[world].run(traffic):
-        for counted, said in found:
-            assert counted == said > 0, found
-
-
-def planned(mesh: Any) -> None:
+@on_ranks(2)
+def test_a_plan_is_of_the_state(mesh: Any) -> None:
     """A trace without ranks is that of the state; its units say their formats, in JSON too."""
     abstract = tree(FORMATS["mixed"], "marked")
     program = planned_program(loss, abstract, ya.init(abstract, TX, mesh=mesh), TX)
@@ -300,10 +266,6 @@ def planned(mesh: Any) -> None:
     assert names == {(None, None), ("float8_e4m3fn/8", None), ("float8_e4m3fn/8", "halves")}
     elsewhere = program.trace.on((("shard", 6),))
     assert ya.planner.trace(loss, abstract, batch_of(0), mesh=elsewhere.mesh, device="cpu").units == elsewhere.units
-
-
-def test_a_plan_is_of_the_state(pools: dict[int, Pool]) -> None:
-    pools[2].run(planned)
 
 
 # ---- what is refused
@@ -324,14 +286,11 @@ def test_what_is_no_format_is_refused() -> None:
         ya.params.with_wire({"w": ya.Param((2, 3))}, FORMATS["int8"])
 
 
-def disagree(mesh: Any) -> None:
+@on_ranks(2)
+def test_ranks_have_the_same_formats(mesh: Any) -> None:
     block = 8 * (1 + mesh.get_rank())
     with pytest.raises(ya.errors.RanksDisagree, match=r"on the wire gather=int8/8"):
         ya.init(tree(Wire(Scaled(block=block))), mesh=mesh)
-
-
-def test_ranks_have_the_same_formats(pools: dict[int, Pool]) -> None:
-    pools[2].run(disagree)
 
 
 # ---- formats

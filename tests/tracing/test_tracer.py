@@ -137,26 +137,6 @@ def test_nothing_is_computed_and_nothing_drawn() -> None:
     assert torch.equal(torch.get_rng_state(), ambient)
 
 
-def test_the_traced_visits_are_those_of_a_step() -> None:
-    def mixed(p: Model, b: Any) -> ya.Mean:
-        with torch.no_grad():
-            ya.apply(embed, p.embed, b["tokens"])  # no part of a program
-        x = ya.apply(embed, p.embed, b["tokens"])
-        x, _ = ya.scan(block, x, p.layers, unroll=2, reverse=True)
-        mean: ya.Mean = ya.apply(lambda w, *rest: head(w[0], *rest), (p.head, p.embed), x, b["targets"])
-        return mean
-
-    state = ya.init(model(), TX, mesh=one_rank())
-    step = ya.train_step(mixed, TX)
-    lowered = step.lower(state, batch())
-    state, _ = step(state, batch())
-    program = step.program(state)
-    assert program is not None and program.fingerprint() == lowered.fingerprint()
-    named = [[(v.name, v.units, v.trained) for v in p.trace.visits] for p in (program, lowered)]
-    assert named[0] == named[1] and named[0][0][0] == "embed"
-    assert program.trace.visits[1].cost.flops == 0 and lowered.trace.visits[1].cost.flops > 0
-
-
 @pytest.mark.parametrize("use", [lambda x: x.sum().item(), lambda x: bool(x.sum() > 0), lambda x: x[x > 0]])
 def test_a_loss_that_needs_values_says_what_to_do(use: Any) -> None:
     def needy(p: Model, b: Any) -> Tensor:

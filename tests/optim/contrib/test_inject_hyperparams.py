@@ -11,9 +11,9 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import assert_equal, batch, loss, model
-from tests.optim.test_step import Watch
+from tests.harness.watching import Watch
 from tests.optim.trees import bits, matrices
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
@@ -21,7 +21,10 @@ from yafsdp_fn import optim
 RATES = [0.5, 0.5, 0.01, 0.2, 0.2]
 
 
-def changed(mesh: Any, in_program: bool) -> None:
+@pytest.mark.sampled
+@pytest.mark.parametrize("in_program", [False, True])
+@on_ranks(1, 2)
+def test_a_rate_may_be_changed_between_steps(mesh: Any, in_program: bool) -> None:
     """A rate that is changed between steps, against SGD with that rate; the program stays, and its bits."""
     rank, ranks = mesh.get_local_rank(), mesh.size()
     tx = optim.contrib.inject_hyperparams(optim.sgd)(RATES[0], momentum=0.9)
@@ -41,28 +44,18 @@ def changed(mesh: Any, in_program: bool) -> None:
     compare(ya.unshard(state), expected, 1e-12, "parameters")
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("in_program", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_rate_may_be_changed_between_steps(pools: dict[int, Pool], world: int, in_program: bool) -> None:
-    pools[world].run(changed, in_program)
-
-
-def kept(mesh: Any, folder: str) -> None:
+@on_ranks(2)
+def test_changes_are_kept(mesh: Any, tmp_path: Path) -> None:
     """Through a checkpoint, and when a state is sharded anew."""
     tx = optim.contrib.inject_hyperparams(optim.adamw)(0.1, b1=lambda count: 0.9 - 0.1 / (count + 1))
     state, step = ya.init(model(), tx, mesh=mesh), ya.train_step(loss, tx)
     state.opt_state.hyperparams["learning_rate"].fill_(0.03)
     state, _ = step(state, batch(mesh.get_rank()))
-    ya.checkpoint.save(folder, state)
-    loaded, _ = ya.checkpoint.load(folder, like=ya.init(model(), tx, mesh=mesh, seed=1))
+    ya.checkpoint.save(tmp_path, state)
+    loaded, _ = ya.checkpoint.load(tmp_path, like=ya.init(model(), tx, mesh=mesh, seed=1))
     for other in (loaded, ya.shard(state, tx)):
         assert float(other.opt_state.hyperparams["learning_rate"]) == pytest.approx(0.03)
         assert_equal((other.params, other.opt_state), (state.params, state.opt_state))
-
-
-def test_changes_are_kept(pools: dict[int, Pool], tmp_path: Path) -> None:
-    pools[2].run(kept, str(tmp_path))
 
 
 def test_numbers_may_be_written_over_by_numbers() -> None:

@@ -10,7 +10,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import compare, joined, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import Model, batch, loss, model
 from tests.optim.trees import assert_close, defined_step
 from tests.optim.trees import model as tree
@@ -54,7 +54,8 @@ def with_frozen() -> Model:
     return model()._replace(embed=ya.frozen({"weight": ya.Param((11, 5))}))
 
 
-def evaluated(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_the_average_of_a_sharded_state_is_evaluated(mesh: Any) -> None:
     rank, ranks = mesh.get_local_rank(), mesh.size()
     tx = optim.contrib.schedule_free_adamw(0.05, 2)
     state = ya.init(with_frozen(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
@@ -71,11 +72,6 @@ def evaluated(mesh: Any) -> None:
     of_x = ya.eval_step(loss)(x, each[rank])["loss"]
     torch.testing.assert_close(of_x, ya.eval_step(loss)(of_plain, joined(each))["loss"], rtol=1e-12, atol=0)
     assert abs(float(of_x - ya.eval_step(loss)(state, each[rank])["loss"])) > 1e-4
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_average_of_a_sharded_state_is_evaluated(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(evaluated)
 
 
 def test_errors() -> None:

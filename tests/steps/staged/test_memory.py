@@ -98,16 +98,3 @@ def test_shapes_of_batches_are_forgotten(_: Any) -> None:
     kept = len(step._function.programs.known)
     losses = [*losses, float(metrics["loss"])]
     assert not there and kept == 2 and losses[0] == losses[-1]
-
-
-@on_ranks(2)
-def test_every_length_has_a_program_of_its_own(_: Any) -> None:
-    params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
-    units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
-    step = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b())
-    state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
-    losses = list[float]()
-    for rows in (2, 3, 4):
-        state, metrics = step(state, torch.ones(rows, E))
-        losses.append(float(metrics["loss"]))
-    assert losses[0] > 0 and losses == pytest.approx([losses[0]] * 3)
