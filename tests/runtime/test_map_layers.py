@@ -23,12 +23,35 @@ def stacks() -> tuple[Any, Any]:
     return states({"s": ya.Stacked({"w": param(4, 3, 2), "b": param(4, 5)}), "t": ya.Stacked([param(4, 2)])})
 
 
+def test_anything_else_is_stacked() -> None:
+    def statistics(layer: Any) -> Any:
+        return {"norm": layer["w"].norm(), "none": None, "n": layer["b"].numel(), "rows": [layer["w"].sum(0)]}
+
+    sharded, plain = stacks()
+    out, want = ya.map_whole_layers(statistics, sharded["s"]), ya.map_whole_layers(statistics, plain["s"])
+    assert_equal(out, want)
+    assert out["norm"].shape == (4,) and out["none"] is None and out["rows"][0].shape == (4, 2)
+    assert out["n"].tolist() == [5] * 4
+    assert ya.map_whole_layers(lambda layer: None, sharded["s"]) is None
+
+
 def test_results_are_copies_and_arguments_stay() -> None:
     sharded, plain = stacks()
     kept = ya.map_whole_layers(lambda layer: (layer["w"], layer["b"]), sharded["s"])
     assert torch.equal(kept[0], plain["s"]["w"]) and torch.equal(kept[1], plain["s"]["b"])
     ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: x.zero_(), layer), sharded["s"])
     assert_equal(ya.unshard(sharded), plain)  # what f gets is no view of the parameters
+
+
+def test_several_stacks_and_plain_tensors_together() -> None:
+    def f(layer: Any, other: Any, scale: torch.Tensor) -> Any:
+        return {"w": layer["w"] @ other[0] * scale, "b": layer["b"]}
+
+    sharded, plain = stacks()
+    scale = torch.arange(4.0)
+    outs = [ya.map_whole_layers(f, p["s"], p["t"], scale) for p in (sharded, plain)]
+    assert not isinstance(outs[0], ya.Sharded)  # w has another shape than the layer's
+    assert_equal(*outs)
 
 
 def test_moments_of_a_stack_with_frozen_leaves() -> None:
