@@ -98,6 +98,18 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
         assert value == 2 * 22 / 5 and torch.isclose(grad, torch.tensor(22 / 5))
 
 
+def test_gradients_are_in_memory_of_their_own() -> None:
+    sharded, _ = states()
+    both = ya.value_and_grad(loss)
+    _, first = both(sharded, batch(0))
+    kept = optree.tree_map(torch.clone, first)
+    before = optree.tree_map(torch.clone, sharded)
+    for seed in (1, 2):
+        both(sharded, batch(seed))
+    assert_equal(first, kept)
+    assert_equal(before, sharded)
+
+
 # ---- sharded: against plain, to the bit on one rank
 
 
