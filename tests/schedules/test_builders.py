@@ -194,6 +194,7 @@ def test_stacks_may_be_scanned_in_several_pairings(count: int) -> None:
     [
         (lambda: zero3(resident=-1), r"zero3\(resident=-1\)"),
         (lambda: zero3(prefetch=1.5), r"zero3\(prefetch=1.5\)"),
+        (lambda: zero3(resident=1.5), r"zero3\(resident=1.5\)"),
         (lambda: zero2(prefetch=-2), r"zero2\(prefetch=-2\)"),
         (lambda: zero1(prefetch=-2), r"zero1\(prefetch=-2\)"),
         (lambda: hpz(-1), r"hpz\(layers=-1\)"),
