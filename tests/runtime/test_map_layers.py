@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import assert_equal, one_rank, param
+from tests.harness.small import assert_equal, model, one_rank, param
 
 TX = ya.optim.adamw(1e-2)
 
@@ -70,6 +70,18 @@ def test_a_layer_of_moments_for_a_layer_of_moments_is_a_stack_again() -> None:
     mu = optree.tree_map(lambda x: x + 1, state.opt_state[0].mu)["s"]
     moved = ya.map_whole_layers(lambda m: {"w": m["w"] * 2, "base": None}, mu)
     assert isinstance(moved, ya.Sharded) and ya.unshard(moved)["w"].eq(2).all()
+
+
+def test_layers_are_the_masters_not_the_working_copy() -> None:
+    state = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(compute=torch.bfloat16))
+    dtypes = set()
+
+    def f(layer: Any) -> None:
+        dtypes.update(leaf.dtype for leaf in optree.tree_leaves(layer))
+        assert not torch.is_grad_enabled()
+
+    ya.map_whole_layers(f, state.params.layers)
+    assert dtypes == {torch.float32}
 
 
 def test_gradients_of_frozen_leaves_are_zero_layers() -> None:
