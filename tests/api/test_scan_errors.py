@@ -39,7 +39,7 @@ SHARDED_STACK: Any = "the stack of a sharded state"
             r"a leaf of xs is torch.float32 \(\); expected a tensor with a leading layer axis",
         ),
         ({"a": 3}, {}, TypeError, "a leaf of xs is int"),
-        ({"a": torch.ones(2), "b": torch.ones(3)}, {}, ValueError, "xs.a has 2, xs.b has 3"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, {}, ValueError, "scan: lengths differ: xs.a has 2, xs.b has 3"),
         (torch.ones(2), {"length": 3}, ValueError, "length has 3, xs has 2"),
         (None, {}, ValueError, "xs has no leaves; give length="),
         (torch.ones(2), {"unroll": 0}, ValueError, r"scan\(unroll=0\): expected at least 1"),

@@ -14,11 +14,13 @@ from tests.harness.small import (
     assert_close,
     batch,
     block,
+    dropout_block,
     embed,
     head,
     loss,
     model,
     one_rank,
+    with_block,
 )
 
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2))
@@ -64,6 +66,18 @@ def test_without_aux_there_is_none() -> None:
 
 
 # ---- randomness
+
+
+dropped = with_block(dropout_block)
+
+
+def test_evaluation_draws_the_same_numbers_on_a_plain_state() -> None:
+    """Those of the state's seed and step."""
+    state, plain = states(seed=5)
+    state, _ = ya.train_step(loss, TX)(state, batch())
+    plain, _ = ya.train_step(loss, TX)(plain, batch())
+    got, want = (ya.eval_step(dropped)(one, batch())["loss"] for one in (state, plain))
+    assert_close(got, want, rtol=1e-5)
 
 
 # ---- evaluation

@@ -15,6 +15,7 @@ from tests.harness.small import (
     assert_close,
     assert_equal,
     batch,
+    leaves,
     loss,
     model,
     one_rank,
@@ -98,6 +99,18 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
         assert value == 2 * 22 / 5 and torch.isclose(grad, torch.tensor(22 / 5))
 
 
+def test_gradients_are_in_memory_of_their_own() -> None:
+    sharded, _ = states()
+    both = ya.value_and_grad(loss)
+    _, first = both(sharded, batch(0))
+    kept = optree.tree_map(torch.clone, first)
+    before = optree.tree_map(torch.clone, sharded)
+    for seed in (1, 2):
+        both(sharded, batch(seed))
+    assert_equal(first, kept)
+    assert_equal(before, sharded)
+
+
 # ---- sharded: against plain, to the bit on one rank
 
 
@@ -139,3 +152,14 @@ def test_frozen_leaves_have_zero_gradients_without_memory() -> None:
         frozen = grads["f"].leaves[0]
         assert frozen.untyped_storage().nbytes() == frozen.element_size()
         assert optree.tree_structure(want_grads) == optree.tree_structure(plain.params)
+
+
+def test_what_the_loss_does_not_use_has_a_zero_gradient() -> None:
+    sharded, plain = states({"a": {"w": param(3), "unused": param(2)}, "b": {"w": param(4)}})
+
+    def part(params: Any) -> Tensor:
+        return ya.apply(lambda w: w["w"].sum(), params["a"])
+
+    for _ in range(2):
+        assert_equal(ya.grad(part)(sharded), ya.grad(part)(plain))
+        assert [leaf.tolist() for leaf in leaves(ya.grad(part)(sharded))] == [[0, 0], [1, 1, 1], [0, 0, 0, 0]]

@@ -232,7 +232,7 @@ def test_groups_of_one_stack_have_different_names() -> None:
         ),
         ({"a": ya.Stacked({"w": param(0, 3)})}, "Stacked 'a' has no layers"),
         ({"a": ya.Stacked({})}, "Stacked 'a' has no leaves"),
-        ({"a": ya.Stacked({"w": ya.Stacked(param(2, 3))})}, "a.w: .*Stacked"),
+        ({"a": ya.Stacked({"w": ya.Stacked(param(2, 3))})}, "a.w: a Stacked inside .*; stacks do not nest"),
         ({"a": ya.Unit(ya.Stacked(param(2, 3)))}, "a: .*Stacked"),
         ({"a": "text"}, "a: expected a Param, a tensor or a Lazy leaf, got str"),
         (

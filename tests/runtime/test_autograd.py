@@ -239,6 +239,15 @@ def test_a_block_that_closes_over_a_tensor_that_requires_grad(which: str) -> Non
         assert torch.equal(got["loss"], want["loss"])
 
 
+def test_a_closure_in_a_layer_of_a_scan() -> None:
+    def total(tree: Any, data: Any) -> Tensor:
+        x = ya.apply(embed, tree["embed"], data["tokens"])
+        return ya.scan(lambda x, w: (layer(x, w)[0] * FACTOR.sum(), None), x, tree["layers"])[0].sum()
+
+    with pytest.raises(RuntimeError, match=CLOSED.format(name=r"layers\[0\]", what=r"a tensor of shape \(3, 1\).*")):
+        ya.train_step(total, TX)(state(), batch())
+
+
 @pytest.mark.parametrize("which", ["a tensor", "the carry"])
 def test_a_closure_under_torch_func_grad(which: str) -> None:
     """On the pure path, outside a step and inside one."""

@@ -62,6 +62,7 @@ def test_one_rank_needs_no_slots_and_keeps_its_gradients() -> None:
         assert slot_bytes(slots) == 0
         places.add(tuple(storage(tensor) for tensor in state.memory.kept_grads().tensors if tensor is not None))
     assert len(places) == 1
+    assert state.memory.working.views(1) is state.memory.working.views(1)  # views are made once
 
 
 def test_another_reduction_dtype_takes_gradient_slots() -> None:
@@ -76,6 +77,20 @@ def test_another_reduction_dtype_takes_gradient_slots() -> None:
     assert slot_bytes(slots) == sum(program.grad_slot_bytes().values())
     flat, leaves, _ = slots.grad(0, 1, state.memory.kept_grads())
     assert flat.dtype == torch.bfloat16 and len(leaves) == 3 and all(storage(leaf) == storage(flat) for leaf in leaves)
+
+
+def test_a_slot_grows_and_its_views_with_it() -> None:
+    memory = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(reduce=torch.bfloat16)).memory
+    slots, grads = Slots(memory), memory.kept_grads()
+    slots.reserve({}, {0: memory.units[1].reduce_bytes})
+    small = slots.grad(0, 1, grads).flat
+    assert slots.grad(0, 1, grads).flat is small
+    slots.reserve({}, {0: 10 * memory.units[1].reduce_bytes})
+    assert slot_bytes(slots) == 10 * memory.units[1].reduce_bytes
+    large = slots.grad(0, 1, grads).flat
+    assert large is not small and large.shape == small.shape
+    slots.reserve({}, {0: 8})
+    assert slots.grad(0, 1, grads).flat is large
 
 
 def test_slots_are_given_back_and_told_apart() -> None:

@@ -50,6 +50,12 @@ def test_other_leaves_stay() -> None:
     assert two["x"].tolist() == [[1, 1], [0, 0]] and not two["x"].requires_grad and two["text"] == "a"
 
 
+def test_what_is_combined_is_detached() -> None:
+    x = torch.ones((), requires_grad=True)
+    out = combine([(ya.Sum(x), ya.Max(x), ya.Mean(x, 2.0))] * 2, None)
+    assert not any(leaf.requires_grad for leaf in out) and out[2] == 0.5
+
+
 class Ranks:
     """Stands in for the communicators of three ranks that all have the same values."""
 
@@ -139,6 +145,12 @@ def test_parts_of_different_structure_are_refused() -> None:
 def test_a_weight_is_the_number_that_was_written(dtype: torch.dtype) -> None:
     assert as_mean(ya.Mean(torch.ones((), dtype=dtype), 0.1)).weight.item() == 0.1
     assert combine([ya.Mean(torch.ones((), dtype=dtype), 0.1)], None) == torch.tensor(1 / 0.1, dtype=dtype)
+
+
+def test_a_weight_that_requires_grad_is_refused() -> None:
+    """In a function that is no step's, such as one of `ya.functional_loss`, where nothing asks what it depends on."""
+    with pytest.raises(ValueError, match="its gradient would be lost"):
+        as_mean(ya.Mean(torch.ones(()), torch.ones((), requires_grad=True)))
 
 
 @pytest.mark.parametrize("weight", [torch.tensor(True), torch.tensor(200, dtype=torch.uint8), torch.tensor(257.0)])

@@ -136,6 +136,11 @@ ACCESSES: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         TypeError,
         r"apply on the stack 'layers': use ya.scan, which visits it layer by layer",
     ),
+    "apply on a tree with a stack": (
+        lambda p: ya.apply(lambda w, x: x, p, X),
+        TypeError,
+        r"apply on the stack 'layers': use ya.scan",
+    ),
     "scan over a unit": (
         lambda p: ya.scan(layer, X, p["head"]),
         TypeError,

@@ -94,6 +94,26 @@ def test_outputs_that_are_not_differentiable_and_no_tensors() -> None:
         assert_close(grads, want_grads, rtol=1e-5)
 
 
+def test_autocast_is_restored_in_the_backward() -> None:
+    dtypes: set[torch.dtype] = set()
+
+    def layer(c: Tensor, w: Any) -> Any:
+        hidden = torch.nn.functional.linear(c, w["up"])
+        dtypes.add(hidden.dtype)
+        return c + torch.nn.functional.linear(torch.tanh(hidden), w["down"]).float(), None
+
+    def cast(p: Model, b: Any) -> ya.Mean:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return with_block(layer)(p, b)
+
+    made = state()
+    for schedule in (KEEP, REMAT):
+        both = ya.value_and_grad(cast, schedule=schedule)
+        for _ in range(2):
+            assert_close(both(made.params, batch()), both(ya.unshard(made), batch()), rtol=1e-2, atol=1e-2)
+    assert dtypes == {torch.bfloat16}
+
+
 def test_autocast_around_several_steps_casts_the_weights_of_each() -> None:
     """It keeps casts while it lasts, by the tensor that was cast."""
 

@@ -148,6 +148,7 @@ def test_an_optimizer_is_needed_for_updates() -> None:
     [
         (lambda: zero3(resident=-1), r"zero3\(resident=-1\)"),
         (lambda: zero3(prefetch=1.5), r"zero3\(prefetch=1.5\)"),
+        (lambda: zero3(resident=1.5), r"zero3\(resident=1.5\)"),
         (lambda: zero2(prefetch=-2), r"zero2\(prefetch=-2\)"),
         (lambda: zero1(prefetch=-2), r"zero1\(prefetch=-2\)"),
         (lambda: hpz(-1), r"hpz\(layers=-1\)"),

@@ -266,6 +266,24 @@ def test_outputs_of_a_recorded_visit_may_be_written_in_place() -> None:
     assert got[1] == 2 * got[0]
 
 
+def test_a_recording_is_closed() -> None:
+    kept: list[Any] = []
+
+    def keeping(tree: Any, data: Any) -> Tensor:
+        kept.append(tree)
+        if len(kept) == 1:
+            raise OSError("planned")
+        return loss(tree, data)
+
+    step, now = ya.train_step(keeping, TX), state()
+    with pytest.raises(OSError, match="planned"):
+        step(now, batch())
+    step(now, batch())
+    for tree in kept:
+        with pytest.raises(RuntimeError, match="given to a step that is over"):
+            loss(tree, batch())
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_recorded_block_that_writes_into_its_weights_is_refused(grad: bool) -> None:
     def total(tree: Any, data: Any) -> Tensor:
