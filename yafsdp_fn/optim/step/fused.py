@@ -53,7 +53,7 @@ class Fusion(NamedTuple):
         if lane.copies is not None:
             trees.append(lane.copies)
         columns: list[Leaves] = [spec.flatten_up_to(tree) for tree in trees]  # type: ignore[misc]
-        kinds = set()
+        kinds: set[Any] = set()
         for param, *moments in zip(columns[0], *columns[2 : 2 + len(self.moments)], strict=True):
             for leaf in (param, *moments):
                 if not leaf.is_contiguous() or leaf.shape != param.shape:
