@@ -389,7 +389,11 @@ class Communicators(Groups):
         """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
         waiting for that work."""
         self.steps.lost = what
-        self._abort_groups()
+        if self.device.type == "cuda":
+            self._abort_groups()
+        for stream in self.streams.values():
+            if isinstance(stream, HostStream):
+                stream.fail(what)
 
     def _abort_groups(self) -> None:
         """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
@@ -437,9 +441,9 @@ class Communicators(Groups):
             for stream in self.streams.values():
                 stream.abandon()
             return
+        what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
         if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
             # the exception is raised only when the others have been waited for
-            what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
             seconds = self.abort_timeout.total_seconds()
             text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
             print(text, file=sys.stderr, flush=True)
@@ -456,6 +460,7 @@ class Communicators(Groups):
             self.steps.lost = f"communication failed ({position})"
         elif not together:
             self.steps.lost = f"this rank failed alone, or elsewhere than the others ({position})"
+            self.steps.failed = what
 
     def close(self) -> None:
         """Ends the streams' threads and destroys the groups."""
