@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -16,6 +16,7 @@ from yafsdp_fn.optim.cutting import SingleUnitOwner
 from yafsdp_fn.params.sharded import Origin, Sharded, handles_and_leaves, is_sharded
 from yafsdp_fn.params.sources import shards_of, whole_tree
 from yafsdp_fn.params.tree import Tree, dotted, shape_of, tensors_in
+from yafsdp_fn.util.foreign_names import hint
 from yafsdp_fn.util.randomness import device_of_leaves, drawing_from, generators, states
 from yafsdp_fn.util.torch_private import transforms_active
 
@@ -152,6 +153,11 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Tree, State]]
     elementwise: bool = False
     rule: object = None
+
+    if not TYPE_CHECKING:  # a type checker is to see misspelt names
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"'GradientTransformation' object has no attribute '{name}'{hint(f'tx.{name}')}")
 
     def __repr__(self) -> str:
         foreign = (type(None), WholeTrees)  # no data: a pair of functions

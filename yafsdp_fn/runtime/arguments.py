@@ -29,6 +29,11 @@ INDEPENDENT = (
     "computed under no_grad or inference_mode, or uses no trainable parameter"
 )
 
+NESTED = (
+    "{} is a nested tensor, whose rows neither ranks nor microbatches can share, nor copies keep: give rows of one "
+    "length with a mask (x.to_padded_tensor(0.0)), or their values and offsets (x.values(), x.offsets())"
+)
+
 
 # ---- What a call is given, and what it gives.
 
@@ -110,10 +115,21 @@ class Arguments:
                     f"{argument_name(accessor)} is a {type(leaf).__name__}, of which each call of the loss takes more, "
                     "and there are more calls than steps: give what it yields, step(state, next(batches))"
                 )
-            if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.is_inference()):
+            if not isinstance(leaf, Tensor):
+                continue
+            name = argument_name(accessor)
+            if leaf.is_meta or leaf.is_inference():
                 raise TypeError(
-                    f"{argument_name(accessor)} was made on the meta device, where it has no values, or under "
+                    f"{name} was made on the meta device, where it has no values, or under "
                     "torch.inference_mode, where no gradient passes it"
+                )
+            if leaf.is_nested:
+                raise TypeError(NESTED.format(name))
+            if leaf.requires_grad:
+                raise TypeError(
+                    f"{name} requires a gradient, and a step has gradients of the state's params alone: {name} would "
+                    "get none. Detach it (x.detach()); what is to be trained goes into the state, and ya.grad with "
+                    "argnums= differentiates by other arguments, too"
                 )
 
     @cached_property
@@ -234,6 +250,9 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
+    for path, leaf in named_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise TypeError(f"shard_batch: {NESTED.format(path or 'the batch')}")
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
     # not of a GPU's memory, for which the host would wait
@@ -356,10 +375,14 @@ def split_batch(
 
 def _has_rows(leaf: Any) -> bool:
     """Returns whether `leaf` is a container of rows, presumably, that is not cut: a list of values, an array, a mapping
-    such as transformers' BatchEncoding, a generator, or a dataclass with tensors."""
+    such as transformers' BatchEncoding, a generator, or an object with tensors."""
     if dataclasses.is_dataclass(leaf):
         inside: Any = vars(leaf)
         return any(_is_cut(value) or _has_rows(value) for value in optree.tree_leaves(inside))
+    known = is_sharded(leaf) or callable(leaf) or isinstance(leaf, Tensor | Iterable)
+    if hasattr(leaf, "__dict__") and not known:
+        attributes: Any = vars(leaf)  # not those of its attributes: objects may hold each other
+        return any(_is_cut(value) for value in optree.tree_leaves(attributes))
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     one = isinstance(leaf, str | bytes | tuple | list | set | frozenset | Tensor)
