@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -154,16 +154,18 @@ class GradientTransformation(NamedTuple):
     elementwise: bool = False
     rule: object = None
 
-    if not TYPE_CHECKING:  # a type checker is to see misspelt names
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise AttributeError(f"'GradientTransformation' object has no attribute '{name}'{hint(f'tx.{name}')}")
-
     def __repr__(self) -> str:
         foreign = (type(None), WholeTrees)  # no data: a pair of functions
         parts = [name(part) if isinstance(part.rule, foreign) else repr(part.rule) for part, _ in stages(self)]
         without_addresses = [re.sub(r" at 0x\w+", "", part) for part in parts]
         return f"GradientTransformation({', '.join(without_addresses)})"
+
+
+def _unknown(tx: GradientTransformation, name: str) -> NoReturn:
+    raise AttributeError(f"'GradientTransformation' object has no attribute '{name}'{hint(f'tx.{name}')}")
+
+
+GradientTransformation.__getattr__ = _unknown  # type: ignore[attr-defined]  # which is to see misspelt names
 
 
 OnWrite = Callable[[], None]
