@@ -261,7 +261,26 @@ def let_out(params: Any, batch: Any) -> Any:
     return (x @ kept[0]).square().mean()
 
 
+RAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
+
+
+class Attributes:
+    """A batch as an object of a user's own."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
 SILENT: dict[str, Any] = {
+    "TypeError: x of argument 1 requires a gradient, and a step has gradients of the state's params alone": (
+        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh), {"x": torch.ones(4, 4, requires_grad=True)})
+    ),
+    "TypeError: shard_batch: the batch is a Attributes, of which every one would get all rows": (
+        lambda mesh: ya.shard_batch(Attributes(torch.ones(4, 4)), mesh)
+    ),
+    "TypeError: microbatches: rows of argument 1 is a Attributes, of which every one would get all rows": (
+        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"rows": Attributes(torch.ones(4, 4))})
+    ),
     "ValueError: layers[0]: the block keeps a weight (4, 4), and the loss uses it afterwards, when its memory": (
         lambda mesh: ya.train_step(let_out, TX, schedule=ya.schedules.zero3(remat="all"))(new(mesh), BATCH)
     ),
@@ -362,6 +381,23 @@ SILENT: dict[str, Any] = {
 }
 
 UNCLEAR: dict[str, Any] = {
+    "TypeError: shard_batch: x is a nested tensor, whose rows neither ranks nor microbatches can share": (
+        lambda mesh: ya.shard_batch({"x": RAGGED}, mesh)
+    ),
+    "TypeError: x of argument 1 is a nested tensor, whose rows neither": (
+        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh), {"x": RAGGED})
+    ),
+    "TypeError: mesh(dp=...): it is here shard=": lambda mesh: ya.mesh(device="cpu", dp=mesh.size()),
+    "TypeError: mesh(pp=...): it is here stage=": lambda mesh: ya.mesh(device="cpu", pp=mesh.size()),
+    "TypeError: Param(init='normal'): expected a function (generator, shape, dtype) -> tensor": (
+        lambda mesh: ya.Param((4,), init="normal")  # type: ignore[arg-type]
+    ),
+    "AttributeError: 'GradientTransformation' object has no attribute 'step'; it is here: ya.train_step(loss_fn, tx)": (
+        lambda mesh: TX.step()  # type: ignore[attr-defined]
+    ),
+    "AttributeError: 'ShardedState' object has no attribute 'load_state_dict'; it is here: ya.checkpoint.load(": (
+        lambda mesh: new(mesh).load_state_dict({})
+    ),
     "TypeError: layers.w: expected a Param, a tensor or a Lazy leaf, got ndarray; torch.from_numpy(array)": (
         lambda mesh: ya.shard({"layers": ya.Stacked({"w": np.ones((2, 4, 4))})}, TX, mesh=mesh)
     ),
@@ -450,6 +486,12 @@ def test_mistakes_are_refused_in_words_of_this_library(mesh: Any, cases: str) ->
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
         assert said.startswith(begins), said
+
+
+def test_an_initializer_of_torch_is_named() -> None:
+    with pytest.raises(AttributeError) as refused:
+        ya.materialize({"layers": {"w": ya.Param((4, 4), init=torch.nn.init.xavier_uniform_)}})  # type: ignore[arg-type]
+    assert any("the initializer of layers.w is called with (generator" in note for note in refused.value.__notes__)
 
 
 def warned_by(call: Any, *args: Any) -> list[str]:

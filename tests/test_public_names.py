@@ -58,6 +58,7 @@ def function_of_a_module() -> Any:
 
 
 OBJECTS: dict[str, Callable[[], Any]] = {
+    "tx": lambda: ya.optim.adamw(1e-3),
     "state": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()),
     "leaf": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()).params["w"],
     "model": function_of_a_module,

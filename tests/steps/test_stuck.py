@@ -14,7 +14,7 @@ import pytest
 
 import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, batch, loss, loss_with, state
-from tests.harness.groups import breakable, outcome
+from tests.harness.groups import SOON, breakable, outcome
 from tests.harness.pool import Pool
 from tests.harness.stalls import PATIENCE, printed, until_told, watchful
 from yafsdp_fn.communication.communicators import communicators
@@ -103,6 +103,16 @@ def killed(mesh: Any) -> str:
     return outcome(lambda: ranks.take(ranks.step))
 
 
+def failed_alone(mesh: Any) -> str:
+    """The last rank raises in a block and lives on."""
+    ranks = Ranks()
+    ranks.take(ranks.step)
+    if ranks.rank != LAST:
+        return outcome(lambda: ranks.take(ranks.step))
+    ranks.fault.arm(0)
+    return outcome(lambda: ranks.take(ranks.step), SOON)
+
+
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
     found = Pool(3)
@@ -173,6 +183,17 @@ def test_a_rank_that_has_died_is_told_by_its_silence_in_the_error(pool: Pool) ->
         else:
             assert ok and f"CommunicationError: rank {rank}: " in text
             assert re.search(r"  rank 2: no sign of life: .* before that after step 1", text), text
+
+
+def test_an_exception_of_one_rank_ends_the_wait_of_the_others(pool: Pool) -> None:
+    """They waited for the timeout, which said nothing of it."""
+    *others, last = pool.run(failed_alone)
+    assert "Planned: planned: forward embed" in last
+    for rank, text in enumerate(others):
+        told = (
+            rf"CommunicationError: rank {rank}: gather of .* another rank has failed alone \(rank 2 of 3, .*: Planned: "
+        )
+        assert re.search(told, text), text
 
 
 def test_there_is_none_where_there_is_one_rank() -> None:

@@ -15,6 +15,7 @@ from yafsdp_fn.communication.agreement import first_difference
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import group_of, host_group, order_launches
 from yafsdp_fn.communication.store import answers, rendezvous_store
+from yafsdp_fn.util.foreign_names import with_hints
 from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
 from yafsdp_fn.util.torch_private import default_group
 from yafsdp_fn.util.words import counted
@@ -22,6 +23,7 @@ from yafsdp_fn.util.words import counted
 # ---- The verb.
 
 
+@with_hints
 def mesh(
     *,
     stage: int = 1,

@@ -329,7 +329,11 @@ class Communicators(Groups):
         """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
         waiting for that work."""
         self.steps.lost = what
-        failures.abort_groups(self)
+        if self.device.type == "cuda":
+            failures.abort_groups(self)
+        for stream in self.streams.values():
+            if isinstance(stream, HostStream):
+                stream.fail(what)
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""

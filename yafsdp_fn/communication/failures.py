@@ -29,9 +29,9 @@ def clean_up(comms: Any, position: str, error: BaseException) -> None:
         for stream in comms.streams.values():
             stream.abandon()
         return
+    what = f"rank {comms.world_rank} of {comms.world}, {position}: {type(error).__name__}: {error}"
     if not comms.alone and comms.lost is None and not isinstance(error, CommunicationError):
         # the exception is raised only when the others have been waited for
-        what = f"rank {comms.world_rank} of {comms.world}, {position}: {type(error).__name__}: {error}"
         seconds = comms.abort_timeout.total_seconds()
         text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
         print(text, file=sys.stderr, flush=True)
@@ -49,6 +49,7 @@ def clean_up(comms: Any, position: str, error: BaseException) -> None:
         comms.steps.lost = f"communication failed ({position})"
     elif not together:
         comms.steps.lost = f"this rank failed alone, or elsewhere than the others ({position})"
+        comms.steps.failed = what
 
 
 def abort_groups(comms: Any) -> None:

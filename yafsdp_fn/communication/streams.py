@@ -13,6 +13,7 @@ import queue
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:  # programs are built and proved where there is no torch; a stream imports it
@@ -195,6 +196,8 @@ class HostStream:
 
     doing: tuple[str] | None = None
     _closed = _abandoned = False
+    _event: HostEvent | None = None  # of the last work that began
+    _failed: CommunicationError | None = None  # of all work since another thread has failed it
 
     def __init__(self, name: str, rank: int) -> None:
         import torch
@@ -216,6 +219,8 @@ class HostStream:
         if self._closed:  # nobody would ever do it
             raise CommunicationError(f"rank {self._rank}: {label}: its mesh is gone; keep the mesh, or a state on it")
         self._queue.put((work, waits, event, label))
+        if self._failed is not None:  # looked at behind it, since another thread empties the queue
+            self._end(event)
 
     def mark_used(self, memory: "Tensor") -> None:
         """Nothing to do: work holds what it uses until it is done."""
@@ -224,11 +229,26 @@ class HostStream:
         idle = threading.Event()
         self._queue.put((idle.set, (), HostEvent(), "drain"))
         while not idle.wait(1.0):
-            if not self._thread.is_alive():
+            if self._abandoned or not self._thread.is_alive():
                 return
 
     def abandon(self) -> None:
         self._abandoned = True
+
+    def fail(self, what: str) -> None:
+        """Raises CommunicationError in whoever waits for its work, of now and later. Called in another thread, while
+        its own is in a call that nothing can end."""
+        self.abandon()
+        self._failed = failure(self._rank, what)
+        self._end(self._event)
+        with suppress(queue.Empty):
+            while (job := self._queue.get_nowait()) is not None:
+                self._end(job[2])
+
+    def _end(self, event: HostEvent | None) -> None:
+        if event is not None and not event.over:
+            event.error = self._failed
+            event.complete()
 
     def close(self) -> None:
         if not self._abandoned:  # else left to the end of the process
@@ -254,6 +274,7 @@ class HostStream:
         broken: str | None = None
         while (job := self._queue.get()) is not None:
             work, waits, event, label = job
+            self._event = event
             try:
                 if broken is None or label == "drain":
                     for wait in waits:

@@ -4,6 +4,7 @@
                                  after the timeout, on CUDA, aborts the communicators
     another, once a beat:        store["rank 3"] = that
                                  if the rank waits for long, or has failed, reads the status of all (where.py)
+                                 if it waits while another one has failed alone, ends its wait
 
 Whoever talks to the store may wait for ever: torch has no limit for the answers of a server that is frozen.
 
@@ -43,6 +44,7 @@ SILENCE_BEATS, SILENCE_S = 4, 0.8
 
 KEEPER = "the process that keeps it, often that of rank 0,"
 KEEPER_ENDED = "the keeper of the store has ended"
+FAILED = "a rank has failed alone"
 
 UNKNOWN = RankStatus(0, "has said nothing yet")
 
@@ -53,11 +55,13 @@ PendingLabels = list[tuple[str]]
 @dataclasses.dataclass(slots=True)
 class Steps:
     """The running steps of a rank, left for the watchdog by the thread that steps. looks: one per step, the innermost
-    last, each returns the position in words; lost: why the communicators can no longer be used, if so"""
+    last, each returns the position in words; lost: why the communicators can no longer be used, if so; failed: the
+    exception of this rank, if others have not had it, and may wait for what it will never send"""
 
     looks: list[Callable[[], str]] = dataclasses.field(default_factory=list)
     after: str = "before the first step"
     lost: str | None = None
+    failed: str = ""
     thread: int = threading.main_thread().ident or 0
 
 
@@ -172,6 +176,7 @@ class Watchdog:
         try:
             while not self._closed.wait(self._beat) and not self._store.check([KEEPER_ENDED]):
                 self._tell()
+            self._share_failure()  # of a mesh that ends with it
             self._lost = f"cannot be reached; {KEEPER} has ended"
             self._store.add("left", 1)
         except RuntimeError as error:
@@ -182,6 +187,7 @@ class Watchdog:
     def _tell(self) -> None:
         """Writes this rank's status, and finds out where others are if that is asked for, or if this rank waits."""
         self._say()
+        self._share_failure()
         if not self._known.is_set():
             self._table = self._find()
             self._known.set()
@@ -193,6 +199,14 @@ class Watchdog:
             if waited > self._patience and self._store.add(shown, 1) == 1:  # it waits still
                 text = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{found}"
                 print(text, file=sys.stderr, flush=True)
+
+    def _share_failure(self) -> None:
+        """Tells other ranks of an exception that this rank alone had, or learns of theirs, and ends its wait."""
+        if self._steps.failed:
+            self._store.set(FAILED, self._steps.failed)
+        elif self._status.waits and self._steps.lost is None and self._store.check([FAILED]):
+            failed = self._store.get(FAILED).decode()
+            self._comms.abort_late(f"{self._status.waits}: another rank has failed alone ({failed})")
 
     def _say(self) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(self._status))

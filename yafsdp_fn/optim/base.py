@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import optree
 import torch
@@ -16,6 +16,7 @@ from yafsdp_fn.optim.cutting import SingleUnitOwner
 from yafsdp_fn.params.sharded import Origin, Sharded, handles_and_leaves, is_sharded
 from yafsdp_fn.params.sources import shards_of, whole_tree
 from yafsdp_fn.params.tree import Tree, dotted, shape_of, tensors_in
+from yafsdp_fn.util.foreign_names import hint
 from yafsdp_fn.util.randomness import device_of_leaves, drawing_from, generators, states
 from yafsdp_fn.util.torch_private import transforms_active
 
@@ -158,6 +159,13 @@ class GradientTransformation(NamedTuple):
         parts = [name(part) if isinstance(part.rule, foreign) else repr(part.rule) for part, _ in stages(self)]
         without_addresses = [re.sub(r" at 0x\w+", "", part) for part in parts]
         return f"GradientTransformation({', '.join(without_addresses)})"
+
+
+def _unknown(tx: GradientTransformation, name: str) -> NoReturn:
+    raise AttributeError(f"'GradientTransformation' object has no attribute '{name}'{hint(f'tx.{name}')}")
+
+
+GradientTransformation.__getattr__ = _unknown  # type: ignore[attr-defined]  # which is to see misspelt names
 
 
 OnWrite = Callable[[], None]

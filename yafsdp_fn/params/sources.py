@@ -92,13 +92,23 @@ def with_wire(tree: Tree, wire: Wire, where: Callable[[str, Any], bool] | None =
     return found
 
 
+INITIALIZER = (
+    "the initializer of {} is called with (generator, shape, dtype), and returns a tensor. Those of torch.nn.init "
+    "write to one: lambda g, shape, dtype: torch.nn.init.xavier_uniform_(torch.empty(shape, dtype=dtype), generator=g)"
+)
+
+
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
     def give(layer: int | None) -> Tensor:
         shape = leaf.shape if layer is None else leaf.shape[1:]
         if isinstance(leaf, Param):
-            value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
+            try:
+                value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
+            except Exception as error:
+                error.add_note(INITIALIZER.format(path))
+                raise
             fault = f"{path}: its initializer made shape {tuple(value.shape)}, expected {shape}"
         else:
             value = leaf.load(layer)

@@ -106,6 +106,11 @@ class Param:
             raise ValueError(f"Param shape {self.shape}: expected non-negative integers")
         if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
             raise TypeError(f"Param dtype {self.dtype}: parameters are floating point; pass integers in the batch")
+        if not callable(self.init):
+            raise TypeError(
+                f"Param(init={self.init!r}): expected a function (generator, shape, dtype) -> tensor, such as "
+                "ya.params.initializers.normal(0.02)"
+            )
 
     @property
     def ndim(self) -> int:

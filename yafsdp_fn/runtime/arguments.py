@@ -11,7 +11,7 @@ from yafsdp_fn.communication.micro_shards import microbatches_on
 from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, shape_of
-from yafsdp_fn.runtime.batch import is_cut, split_batch
+from yafsdp_fn.runtime.batch import NESTED, is_cut, split_batch
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import Shards
 
@@ -101,10 +101,21 @@ class Arguments:
                     f"{argument_name(accessor)} is a {type(leaf).__name__}, of which each call of the loss takes more, "
                     "and there are more calls than steps: give what it yields, step(state, next(batches))"
                 )
-            if isinstance(leaf, Tensor) and (leaf.is_meta or leaf.is_inference()):
+            if not isinstance(leaf, Tensor):
+                continue
+            name = argument_name(accessor)
+            if leaf.is_meta or leaf.is_inference():
                 raise TypeError(
-                    f"{argument_name(accessor)} was made on the meta device, where it has no values, or under "
+                    f"{name} was made on the meta device, where it has no values, or under "
                     "torch.inference_mode, where no gradient passes it"
+                )
+            if leaf.is_nested:
+                raise TypeError(NESTED.format(name))
+            if leaf.requires_grad:
+                raise TypeError(
+                    f"{name} requires a gradient, and a step has gradients of the state's params alone: {name} would "
+                    "get none. Detach it (x.detach()); what is to be trained goes into the state, and ya.grad with "
+                    "argnums= differentiates by other arguments, too"
                 )
 
     @cached_property

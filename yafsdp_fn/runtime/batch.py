@@ -18,6 +18,11 @@ from yafsdp_fn.params.tree import Tree, dotted, named_leaves, tensors_in
 from yafsdp_fn.runtime.consistency import OF_A_RANK, digest
 from yafsdp_fn.runtime.graph_walks import sample
 
+NESTED = (
+    "{} is a nested tensor, whose rows neither ranks nor microbatches can share, nor copies keep: give rows of one "
+    "length with a mask (x.to_padded_tensor(0.0)), or their values and offsets (x.values(), x.offsets())"
+)
+
 # ---- This rank's part of a global batch.
 
 
@@ -41,6 +46,9 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
+    for path, leaf in named_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise TypeError(f"shard_batch: {NESTED.format(path or 'the batch')}")
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
     # not of a GPU's memory, for which the host would wait
@@ -163,10 +171,14 @@ def split_batch(
 
 def _has_rows(leaf: Any) -> bool:
     """Returns whether `leaf` is a container of rows, presumably, that is not cut: a list of values, an array, a mapping
-    such as transformers' BatchEncoding, a generator, or a dataclass with tensors."""
+    such as transformers' BatchEncoding, a generator, or an object with tensors."""
     if dataclasses.is_dataclass(leaf):
         inside: Any = vars(leaf)
         return any(is_cut(value) or _has_rows(value) for value in optree.tree_leaves(inside))
+    known = is_sharded(leaf) or callable(leaf) or isinstance(leaf, Tensor | Iterable)
+    if hasattr(leaf, "__dict__") and not known:
+        attributes: Any = vars(leaf)  # not those of its attributes: objects may hold each other
+        return any(is_cut(value) for value in optree.tree_leaves(attributes))
     if isinstance(leaf, np.ndarray):
         return leaf.ndim > 0
     one = isinstance(leaf, str | bytes | tuple | list | set | frozenset | Tensor)

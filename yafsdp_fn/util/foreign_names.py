@@ -17,6 +17,7 @@ _PRECISION = "ya.init(..., precision=ya.Precision(compute=torch.bfloat16)), on t
 _MODE = "_, answer = ya.functionalize(module.eval(), layers), another function of the same params"
 _MICROBATCHES = "ya.train_step(loss_fn, tx, microbatches=4)"
 _OWN = "a transformation of your own, in a few lines (docs/optimizers.md)"
+_CLIP = "ya.optim.chain(ya.optim.clip_by_global_norm(1.0), tx)"
 _LOAD = "ya.checkpoint.load(folder, like=state)"
 
 MEANT = {
@@ -49,7 +50,7 @@ MEANT = {
     "full_tensor": "ya.unshard(state.params), whole tensors on every rank",
     "summon_full_params": "ya.unshard(state.params), or ya.map_whole_layers, a layer at a time",
     "no_sync": "ya.train_step(loss, tx, microbatches=4, schedule=ya.schedules.zero3(defer=True))",
-    "clip_grad_norm_": "ya.optim.chain(ya.optim.clip_by_global_norm(1.0), tx)",
+    "clip_grad_norm_": _CLIP,
     "compile": "torch.compile(block), made once, outside of the loss",
     # others
     "TrainState": "ya.init(params, tx, mesh=mesh): state.step, state.params, state.opt_state",
@@ -65,6 +66,11 @@ MEANT = {
     "state.half": _PRECISION,
     "state.bfloat16": _PRECISION,
     "state.to": _PRECISION,
+    "state.load_state_dict": _LOAD,
+    "state.save": "ya.checkpoint.save(folder, state)",
+    "state.zero_grad": "nothing: a step makes its gradients anew",
+    "state.train": _MODE,
+    "state.eval": _MODE,
     "state.cuda": "ya.mesh(), which takes the GPUs if there are any: a state is where its mesh is",
     "model.eval": _MODE,
     "model.train": _MODE,
@@ -83,7 +89,11 @@ MEANT = {
     "optim.lookahead": _OWN,
     "optim.add_noise": _OWN,
     "optim.multi_transform": "ya.optim.partition(transforms, labels)",
+    "optim.clip_grad_norm_": _CLIP,
     "optim.lr_scheduler": "a function of the count: ya.optim.adamw(ya.optim.warmup_cosine_decay_schedule(...))",
+    "tx.step": "ya.train_step(loss_fn, tx), or state.apply_gradients(grads, tx): both return another state",
+    "tx.zero_grad": "nothing: a step makes its gradients anew",
+    "tx.param_groups": "ya.optim.partition(transforms, labels), and a rate that is a function of the count",
     # checkpoints
     "checkpoint.restore": _LOAD,
     "checkpoint.latest_step": "ya.checkpoint.latest(folder) for the newest folder, or ya.checkpoint.steps(folder)[-1]",
@@ -108,8 +118,13 @@ KEYWORDS = {
     "target_modules": "where",
     "optimizer": "tx",
     "gradient_accumulation_steps": "microbatches",
+    "data": "shard",
+    "dp": "shard",
+    "fsdp": "shard",
+    "pipeline": "stage",
+    "pp": "stage",
 }
-"""Keywords of torch's optimizers, of peft's LoraConfig and of Trainers."""
+"""Keywords of torch's optimizers, of peft's LoraConfig, of Trainers, and axes of other libraries' meshes."""
 
 
 def with_hints(function: Function) -> Function:
