@@ -213,7 +213,7 @@ def embedding(tokens: Tensor, weight: Tensor) -> Tensor:
 
 def _direct(weight: Tensor) -> Destination | None:
     """Returns the destination of `weight` if the gradient of a use of it now may go there."""
-    found: Destination | None = getattr(weight, DESTINATION, None)
+    found = destination(weight)
     if found is None or not weight.requires_grad or transforms_active():
         return None
     # a compiled graph is made before its gradient slots are known, and autocast computes in another dtype

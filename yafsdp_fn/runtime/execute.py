@@ -356,10 +356,12 @@ class Session(VisitRunner):
         """Returns the slots of the backward of `op`, `target`'s, if `op` may write there already; else none."""
         if self.grads is None or self.memory.grads_alias & self.touched.intersection(trained):
             return []  # a shard that stands for its slot already has an earlier microbatch's gradient
-        return [
-            GradSlot(self.slots.grad(slot, unit, self.grads), False)
-            for unit, slot in zip(trained, op.early, strict=True)
-        ]
+        slots = self.slots
+        out: list[GradSlot] = []
+        for unit, slot in zip(trained, op.early, strict=True):
+            views = slots.grad_views.get((slot, unit)) or slots.grad(slot, unit, self.grads)
+            out.append(GradSlot(views, False))
+        return out
 
     # ---- issued ops
 
