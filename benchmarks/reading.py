@@ -36,7 +36,7 @@ from train.machine import ROOT
 LIBRARY = ROOT / "yafsdp_fn"
 LAYERS = (8, 16)
 SHAPE = Shape(dim=256, ffn=384, heads=4, seq=16, batch=1)
-GOALS = {"calls": 100, "changes": 35, "files": 22, "lines": 4500}
+GOALS = {"calls": 100, "changes": 31, "files": 22, "lines": 5000}
 
 
 @dataclasses.dataclass(frozen=True)

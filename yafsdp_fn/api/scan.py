@@ -86,13 +86,13 @@ def scan(
     # a visit for every `unroll` of them
     stack = "+".join(stacks) or "layer"
     carry, ys = init, list[Tree]()
-    for start in range(0, len(places), unroll):
-        block = slice(start, start + unroll)
-        name = f"{stack}[{_numbers(places[block])}]"
+    blocks = [slice(start, start + unroll) for start in range(0, len(places), unroll)]
+    names = [f"{stack}[{_numbers(places[block])}]" for block in blocks]
+    for block, name in zip(blocks, names, strict=True):
         body, args = partial(_several, f, name), (carry, layers[block], extra)
         if stacks:
             signature = f, len(layers[block])
-            call = BlockCall(name, body, args, first=start == 0, signature=signature, carries=True)
+            call = BlockCall(name, body, args, first=block.start == 0, signature=signature, carries=True)
             carry, found = (call.runner() or pure).visit(call)
         else:
             carry, found = run_plain_visit(device_of_leaves((carry, layers)), body, *args)
