@@ -159,9 +159,9 @@ class _Loop:
         """Says whether its stream has come to it, and all that it waits for has ended."""
         if self._waiting[number]:
             return False
-        stage, stream, *_ = self.todo[number]
-        queue = self._queues[stage, stream]
-        return bool(queue) and queue[0] == number and stream not in self._running[stage]
+        event = self.todo[number]
+        queue = self._queues[event.stage, event.stream]
+        return bool(queue) and queue[0] == number and event.stream not in self._running[event.stage]
 
     def _begin(self, candidates: list[int]) -> set[int]:
         """Begins the events that can begin. One without phases ends at once, and may let others begin. Returns their
