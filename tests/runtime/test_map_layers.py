@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import one_rank, param
+from tests.harness.small import assert_equal, one_rank, param
 
 TX = ya.optim.adamw(1e-2)
 
@@ -21,6 +21,12 @@ def states(tree: Any) -> tuple[Any, Any]:
 
 def stacks() -> tuple[Any, Any]:
     return states({"s": ya.Stacked({"w": param(4, 3, 2), "b": param(4, 5)}), "t": ya.Stacked([param(4, 2)])})
+
+
+def test_what_f_gets_is_no_view_of_the_parameters() -> None:
+    sharded, plain = stacks()
+    ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: x.zero_(), layer), sharded["s"])
+    assert_equal(ya.unshard(sharded), plain)
 
 
 def test_moments_of_a_stack_with_frozen_leaves() -> None:
