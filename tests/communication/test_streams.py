@@ -63,6 +63,15 @@ def test_the_workers_one_thread_is_its_own() -> None:
     assert done.stdout.split() == ["3"], done.stderr
 
 
+def test_work_may_write_to_tensors_of_every_kind(stream: HostStream) -> None:
+    with torch.inference_mode():
+        inferred = torch.zeros(2)
+    leaf, event = torch.zeros(2, requires_grad=True), HostEvent()
+    stream.submit(lambda: (inferred.add_(1), leaf.add_(1), None)[2], (), event, "job")
+    event.wait()
+    assert inferred.eq(1).all() and leaf.eq(1).all() and leaf.requires_grad
+
+
 def test_work_runs_without_grad_on_one_thread(stream: HostStream) -> None:
     seen: list[object] = []
     event = HostEvent()

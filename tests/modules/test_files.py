@@ -17,7 +17,8 @@ import yafsdp_fn as ya
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools
 from tests.harness.small import one_rank
-from tests.modules.test_functionalize import CODE, FROM_FILES, made, rows, squares, tokens_of
+from tests.modules.small import rows
+from tests.modules.test_functionalize import CODE, FROM_FILES, made, squares, tokens_of
 from yafsdp_fn.util.tensor_files import StoredTensor
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")

@@ -45,6 +45,7 @@ def test_on_meta_there_are_shapes_and_dtypes_alone() -> None:
     lazy = ya.Lazy((4,), torch.float64, lambda layer: torch.ones(1 // 0))
     here, meta = ya.materialize({"s": layers}), ya.materialize({"s": layers, "z": lazy}, device="meta")
     assert meta["s"]["w"].is_meta and meta["z"].is_meta and meta["z"].dtype == torch.float64
+    assert here["s"]["base"].dtype == torch.bfloat16 and here["s"]["w"].dtype == torch.float32
     for name, leaf in here["s"].items():
         assert (meta["s"][name].shape, meta["s"][name].dtype) == (leaf.shape, leaf.dtype)
 

@@ -35,6 +35,12 @@ def test_anything_else_is_stacked() -> None:
     assert ya.map_whole_layers(lambda layer: None, sharded["s"]) is None
 
 
+def test_what_f_gets_is_no_view_of_the_parameters() -> None:
+    sharded, plain = stacks()
+    ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: x.zero_(), layer), sharded["s"])
+    assert_equal(ya.unshard(sharded), plain)
+
+
 def test_several_stacks_and_plain_tensors_together() -> None:
     def f(layer: Any, other: Any, scale: torch.Tensor) -> Any:
         return {"w": layer["w"] @ other[0] * scale, "b": layer["b"]}

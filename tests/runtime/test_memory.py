@@ -34,7 +34,7 @@ def watched(seen: list[Any]) -> Any:
     return run
 
 
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float64])
 def test_one_rank_computes_on_the_working_copy_itself(compute: torch.dtype) -> None:
     state = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(compute=compute))
     seen: list[Tensor] = []
@@ -45,7 +45,7 @@ def test_one_rank_computes_on_the_working_copy_itself(compute: torch.dtype) -> N
         state, _ = step(state, batch())
         in_step = seen[-3:]  # before them the first call is recorded, on the pure path
         assert working is not None and {storage(w) for w in in_step} == {storage(working)}
-        assert len({w.data_ptr() for w in in_step}) == 3
+        assert len({w.data_ptr() for w in in_step}) == 3 and {w.dtype for w in in_step} == {compute}
     assert all(
         leaf.untyped_storage().data_ptr() == storage(state.memory.master.tensors[1])
         for leaf in state.params.layers.leaves

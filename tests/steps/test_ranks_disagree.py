@@ -196,7 +196,7 @@ def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(mesh:
     Steps(loss, 1, ranks.now.mesh)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr(execute, "acquire", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
+            patch.setattr(execute, "Slots", lambda *_: (_ for _ in ()).throw(MemoryError("no slots")))
         first = ranks.said(SOON)
     again = ranks.said()
     assert ("MemoryError: no slots\nrank 1 of 2, the slots of step 0" if rank else "CommunicationError") in first

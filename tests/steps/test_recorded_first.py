@@ -308,9 +308,14 @@ def teaching(tree: Any, data: Any) -> Tensor:
     return loss(tree, data)
 
 
-OTHERS: dict[str, tuple[LossFn, str]] = {
-    "regularised": (regularised, "leaves read outside visits"),
-    "without grad": (teaching, "forward of head (without grad, microbatch 0, step 0)"),
+def with_aux(tree: Any, data: Any, aux: Any) -> Any:
+    return loss(tree, data), aux
+
+
+OTHERS: dict[str, tuple[LossFn, str, bool]] = {
+    "regularised": (regularised, "leaves read outside visits", False),
+    "without grad": (teaching, "forward of head (without grad, microbatch 0, step 0)", False),
+    "aux": (functools.partial(with_aux, aux=torch.ones(3)), "what the function returns", True),
 }
 
 
@@ -318,10 +323,11 @@ OTHERS: dict[str, tuple[LossFn, str]] = {
 @pytest.mark.parametrize("which", OTHERS)
 def test_ranks_that_record_other_calls_say_so(mesh: Any, which: str) -> None:
     mesh = breakable()
-    other, text = OTHERS[which]
+    other, text, has_aux = OTHERS[which]
+    own: Any = functools.partial(with_aux, aux=torch.ones(2)) if has_aux else loss
     now = state(mesh)
     before = bits(now)
-    step = ya.train_step(other if mesh.get_local_rank() else loss, TX)
+    step = ya.train_step(other if mesh.get_local_rank() else own, TX, has_aux=has_aux)
     error = outcome(lambda: step(now, batch()))
     assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
     assert text in error and "rank 0: " in error and "rank 1: " in error
