@@ -22,6 +22,12 @@ def ranks_at(shard: int, replica: int = 1, **places: int) -> Ranks:
     return Ranks(2, 1, 24, CPU, rank, replica, axes=axes)
 
 
+def test_ranks_of_other_tokens_draw_by_other_seeds() -> None:
+    places = itertools.product(range(2), repeat=4)
+    seeds = [ranks_at(s, r, expert=e, context=c).seed_rank for s, r, e, c in places]
+    assert sorted(seeds) == list(range(16))
+
+
 def test_the_ranks_of_a_unit_that_is_split() -> None:
     ranks = ranks_at(1, expert=1, context=0, tensor=2)
     assert ranks.without(()) is ranks and ranks.without(("elsewhere",)) is ranks

@@ -16,6 +16,10 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.util.torch_private import side_store
 
 
+def test_a_disagreement_is_a_failure_of_communication() -> None:
+    assert issubclass(ya.errors.RanksDisagree, ya.errors.CommunicationError)
+
+
 @on_ranks(2)
 def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(mesh: Any) -> None:
     """One rank fails alone: afterwards every use of the communicators says so. They are made for this test alone."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from yafsdp_fn.communication.micro_shards import CHUNK, Scratch, local_sum
-from yafsdp_fn.communication.sums import add_rows
+from yafsdp_fn.communication.sums import add_rows, in_order
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -34,3 +34,11 @@ def test_rows_together_are_rows_one_after_the_other(shard: torch.dtype, wire: to
     other = start.clone()
     local_sum(other, rows, scratch, add=add)
     assert not add or not torch.equal(other, together), "sums of rows that are added afterwards are other sums"
+
+
+def test_numbers_of_micro_shards_are_added_one_after_the_other() -> None:
+    values = torch.randn(6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    total = torch.zeros(4, dtype=torch.float64)
+    for value in values:
+        total += value
+    assert torch.equal(in_order(values), total)

@@ -13,9 +13,10 @@ from tests.optim.test_step import ALL, FUSED, clipped
 from tests.optim.trees import assert_close, defined_step
 from yafsdp_fn import optim
 from yafsdp_fn.api.sharding import init, unshard
+from yafsdp_fn.optim.cutting import row_runs
 from yafsdp_fn.params.algebra import global_norm, normal_like
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, without_markers
-from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.sharded import handles, trainable
 from yafsdp_fn.params.tree import Param
 
 SHAPES = {
@@ -39,6 +40,13 @@ MASKED = {
     "adamw_masked": optim.adamw(0.05, weight_decay=0.5, mask=matrices),
     "momentum_l2_masked": optim.chain(optim.add_decayed_weights(0.5, matrices), optim.sgd(0.05, momentum=0.9)),
 }
+
+
+def test_runs_are_aligned_for_vector_loads() -> None:
+    for handle in handles(drawn(0)):
+        for _, group, leaf in handle.group_leaves():
+            runs = row_runs(matrices, handle, group, leaf.shape[-1])
+            assert all(length % 8 == 0 for _, length in runs)
 
 
 @pytest.mark.parametrize("name", [*FUSED, "masked_whole", "clip_late"])
