@@ -20,7 +20,6 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.fake_cuda.together import troubles
 from tests.harness.marks import by_day
-from yafsdp_fn.communication import connecting
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.util import squares
 
@@ -111,7 +110,9 @@ def used() -> tuple[set[str], set[str]]:
     """The process groups that are there when a state has been placed, and those that its steps use after that."""
     with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of(AXES) as mesh:
         made: list[Any] = []
-        patch.setattr(connecting, "make_communicator", lambda group, device: made.append(group))
+        patch.setattr(
+            "yafsdp_fn.communication.communicators.make_communicator", lambda group, device: made.append(group)
+        )
         page, comms = example(), communicators(mesh)
         state = ya.init(page["params"], ya.optim.sgd(0.1), mesh=mesh)
         every = {each.process_group for each in (*comms.groups, *comms.along.values(), comms.metrics_group)}

@@ -28,7 +28,7 @@ from tests.harness.problems import PROBLEMS
 from tests.harness.readme import on
 from tests.harness.stalls import until
 from yafsdp_fn import checkpoint
-from yafsdp_fn.communication import connecting, groups, watchdog
+from yafsdp_fn.communication import groups, watchdog
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
@@ -151,7 +151,9 @@ def test_every_communicator_is_there_when_ranks_have_met(builder: str, precision
     schedule = build(remat=REMATS["all"])
     with fake_cuda(), pytest.MonkeyPatch.context() as patch, rank_of(MESHES[axes]) as mesh:
         made: list[Any] = []  # emulated groups have no communicators
-        patch.setattr(connecting, "make_communicator", lambda group, device: made.append(group))
+        patch.setattr(
+            "yafsdp_fn.communication.communicators.make_communicator", lambda group, device: made.append(group)
+        )
         comms = communicators(mesh)
         every = {each.process_group for each in (*comms.groups, comms.metrics_group)}
         met = {each.group_desc for each in every if each.issued or each in made}

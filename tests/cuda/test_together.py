@@ -24,8 +24,7 @@ from tests.harness.fake_cuda.together import Trouble, troubles
 from tests.harness.marks import by_day
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
-from yafsdp_fn.communication import connecting
-from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
 from yafsdp_fn.optim import muon
 from yafsdp_fn.proof import deadlock
@@ -151,7 +150,7 @@ def synchronising(patch: pytest.MonkeyPatch, rank: int) -> None:
 
 def unmet(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Ranks do not connect when they meet."""
-    patch.setattr(connecting, "meet", lambda comms: None)
+    patch.setattr(Communicators, "_meet", lambda self: None)
 
 
 def disordered(patch: pytest.MonkeyPatch, rank: int) -> None:

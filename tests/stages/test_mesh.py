@@ -10,7 +10,6 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
 from tests.stages.states import mesh_of
-from yafsdp_fn.communication import connecting
 from yafsdp_fn.communication.communicators import communicators
 
 
@@ -43,7 +42,7 @@ def test_stages_are_the_outermost_axis(pools: Pools) -> None:
 def test_messages_between_stages_wait_for_none_of_the_other_direction(_: Any) -> None:
     """Each stage sends to all others at once, large and small, and receives the other way round."""
     comms = communicators(mesh_of(stage=4))
-    connecting.meet(comms)  # as with NCCL: no two wait for each other
+    comms._meet()  # as with NCCL: no two wait for each other
     others = [(comms.stage + by) % 4 for by in (1, 2, 3)]
     sizes, received, events = (1, 300_000, 7), {}, []
     before = comms.event()

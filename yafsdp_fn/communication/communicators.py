@@ -18,10 +18,12 @@ this rank, on another one, or of a collective that never ends:
 """
 
 import itertools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -30,17 +32,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication import agreement, connecting, failures, flat, watchdog
+from yafsdp_fn.communication import agreement, flat, watchdog
 from yafsdp_fn.communication.agreement import RanksDisagree
 from yafsdp_fn.communication.collectives import RankGroup
-from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, must_differ
+from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, begin_thread, must_differ
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.communication.store import answers
 from yafsdp_fn.communication.streams import ADVICE, CommunicationError, HostEvent, HostStream, Stream
 from yafsdp_fn.communication.watchdog import PendingLabels, Steps, Watchdog
 from yafsdp_fn.util.mesh_axes import ALIGN
-from yafsdp_fn.util.torch_private import default_group, side_store
+from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
 WHERE = "Where ranks are:"
 SAME_BLOCKS = "what blocks and losses communicate (all ranks must call the same collectives in the same order)"
@@ -81,7 +83,7 @@ class Communicators(Groups):
                 store = side_store(f"yafsdp {self.control_group.process_group.group_name}", watchdog.PATIENCE)
             self.watchdog = Watchdog(store, self)
         if self.device.type == "cuda":
-            connecting.meet(self)
+            self._meet()
 
     @property
     def lost(self) -> str | None:
@@ -100,11 +102,64 @@ class Communicators(Groups):
             self.streams[name] = made
         return self.streams[name]
 
+    def _meet(self) -> None:
+        """Makes every communicator, and uses those that all steps use, in one order on all ranks.
+
+        NCCL makes a communicator, and connects two ranks, at first use. That blocks both hosts and may synchronise the
+        device: in the middle of a step, a rank could so wait for one that waits for what it has not launched yet. What
+        only some states and programs use is connected when they are made (`connect`, `connect_sums`), since the buffers
+        for it take memory.
+        """
+        if self.alone:
+            return
+        self._meet_for_units()
+        self._use_once(self.of_metrics, self.metrics_group, "all-reduce")
+        if self.replicas > 1:
+            self._use_once("replicate", self.replicate_group, "all-reduce")
+        if self.stages > 1:
+            self._use_once("gather", self.stages_group, "all-gather")  # a ring, as its broadcasts
+        for group in self.along.values():
+            for kind in ("all-gather", "reduce-scatter", "all-reduce", "exchange"):
+                self._use_once("", group, kind)
+        # each pair of stages, both ways
+        token = torch.zeros(1, device=self.device)
+        for sender in range(len(self.message_groups)):
+            for receiver in range(self.stages):
+                if sender == self.stage != receiver:
+                    self.now("send", self.send(token, receiver), "first message")
+                elif receiver == self.stage != sender:
+                    self.now("receive", self.receive(token, sender), "first message")
+
+    def _meet_for_units(self) -> None:
+        """Makes the communicators that move units, of a mesh or of a part of its axes."""
+        self._use_once("gather", self.gather_group, "all-gather")
+        self._use_once("reduce", self.reduce_group, "reduce-scatter")
+        for name in ("gather_local", "reduce_local", "reduce_nodes"):
+            group = getattr(self, f"{name}_group", self.gather_group)
+            if group is not self.gather_group:
+                make_communicator(group.process_group, self.device)
+
+    def _use_once(self, stream: str, group: RankGroup, kind: str) -> None:
+        """Runs a collective of the kind that `group` is for, on its stream, or on that of computes (""): kinds have
+        connections of their own."""
+        ranks = group.process_group.size()
+        if ranks == 1:
+            return
+        one = torch.zeros(1, device=self.device)
+        every = torch.zeros(ranks, device=self.device)
+        kinds = {
+            "all-gather": partial(group.all_gathers, [every], [one]),
+            "reduce-scatter": partial(group.reduce_scatters, [one], [every]),
+            "all-reduce": partial(group.all_reduce, one, dist.ReduceOp.SUM),
+            "exchange": partial(group.exchange, [*torch.zeros_like(every)], [*every]),
+        }
+        self.now(stream, kinds[kind], f"first {kind}")
+
     def connect(self, group: str, kind: str) -> None:
-        """Connects the ranks of a group, "gather_local" say, for a kind of collective (`use_once`), before a program
+        """Connects the ranks of a group, "gather_local" say, for a kind of collective (`_use_once`), before a program
         that has it runs. All ranks call it, between steps."""
         if self._connects((group, kind)):
-            connecting.use_once(self, group.partition("_")[0], getattr(self, f"{group}_group"), kind)
+            self._use_once(group.partition("_")[0], getattr(self, f"{group}_group"), kind)
 
     def connect_sums(self, dtype: torch.dtype, wire: torch.dtype, accumulate: torch.dtype) -> None:
         """Connects ranks for sums that they make themselves, by one of each, before there is a state that has them: see
@@ -123,14 +178,14 @@ class Communicators(Groups):
         found = super()._narrowed(names)
         found._connected = set()
         if found.ranks > 1 and self.device.type == "cuda":
-            connecting.meet_for_units(found)
+            found._meet_for_units()
         return found
 
     def share(self, stages: tuple[int, ...]) -> None:
         new = stages not in self._sharing
         super().share(stages)
         if new and self.device.type == "cuda":
-            connecting.use_once(self, "replicate", self.sharing(stages), "all-reduce")
+            self._use_once("replicate", self.sharing(stages), "all-reduce")
 
     def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
         """Sets `memory` to `allocator`. All ranks call it, before any state exists."""
@@ -330,10 +385,16 @@ class Communicators(Groups):
         waiting for that work."""
         self.steps.lost = what
         if self.device.type == "cuda":
-            failures.abort_groups(self)
+            self._abort_groups()
         for stream in self.streams.values():
             if isinstance(stream, HostStream):
                 stream.fail(what)
+
+    def _abort_groups(self) -> None:
+        """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
+        groups = [*self.groups, *self.others]
+        with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
+            list(threads.map(lambda group: group.process_group.abort(), groups))
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""
@@ -356,10 +417,46 @@ class Communicators(Groups):
         """Cleans up after an exception. If all ranks failed at one place the communicators stay usable, else they are
         lost."""
         try:
-            failures.clean_up(self, position, error)
+            self._clean_up(position, error)
         except BaseException as interrupt:
             self.steps.lost = self.lost or f"{type(interrupt).__name__} while streams ran dry ({position})"
             raise
+
+    def _clean_up(self, position: str, error: BaseException) -> None:
+        """Lets the streams run dry after `error`, and finds out whether all ranks failed at this position."""
+        disagree = isinstance(error, RanksDisagree)
+        # ranks that disagree have compared notes: nothing of it was issued
+        broken = isinstance(error, CommunicationError) and not disagree
+        midway = self.called is not None if disagree else not broken
+        if self.stages > 1 and midway:
+            # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
+            self.steps.lost = f"this rank failed, and stages are never at one place ({position})"
+            if self.device.type == "cuda":
+                self._abort_groups()
+            for stream in self.streams.values():
+                stream.abandon()
+            return
+        what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
+        if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
+            # the exception is raised only when the others have been waited for
+            seconds = self.abort_timeout.total_seconds()
+            text = f"{what}. It waits up to {seconds:.0f} s for the others, to learn whether all failed here"
+            print(text, file=sys.stderr, flush=True)
+        self.drain()
+        if broken:
+            self.note_positions(error)
+        if self.alone or self.lost is not None:
+            return
+        # did all ranks fail here?
+        together = False
+        text = f"rank {self.world_rank} lost" if broken else f"{position}: {type(error).__name__}"
+        with suppress(RuntimeError):
+            together = agreement.same_on_all(text, self.abort_group)
+        if broken:
+            self.steps.lost = f"communication failed ({position})"
+        elif not together:
+            self.steps.lost = f"this rank failed alone, or elsewhere than the others ({position})"
+            self.steps.failed = what
 
     def close(self) -> None:
         """Ends the streams' threads and destroys the groups."""

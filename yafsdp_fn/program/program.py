@@ -374,7 +374,7 @@ class Program:
         return text.in_notebook(str(self))
 
     def _summary(self) -> str:
-        """Returns what the ops amount to, for the head of the printed program."""
+        """Summarises the ops, for the head of the printed program."""
         trace = self.trace
         head = (
             f"program of {len(self.ops)} ops: {len(trace.visits)} visits, microbatches: {trace.microbatches}, "

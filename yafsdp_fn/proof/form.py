@@ -51,7 +51,7 @@ def check_form(program: Program) -> None:
 
 
 def _wrong_op(op: Op, trace: Trace) -> str | None:
-    """Returns what is wrong with an op, its types first: what is asked later needs them right."""
+    """Returns what is wrong with an op. Types come first, since later checks rely on them."""
     if not isinstance(op, OPS):
         peer = hasattr(op, "stream")
         return "a peer's copy, which simulate and Plan.of take and no step runs" if peer else "not an op of a program"

@@ -29,7 +29,7 @@ from benchmarks.emulated.group import EmulatedGroup, data
 from benchmarks.emulated.lanes import Collective
 from tests.harness.fake_cuda.log import HOST, Launch
 from tests.harness.fake_cuda.tensors import CUDA, DEVICE, CudaTensor
-from yafsdp_fn.communication import connecting, groups
+from yafsdp_fn.communication import communicators, groups
 from yafsdp_fn.planner.cluster import cluster
 from yafsdp_fn.runtime import batch
 
@@ -125,7 +125,7 @@ def rank_of(axes: dict[str, int], device: torch.device = CUDA, rank: int = 0) ->
     with emulation, pytest.MonkeyPatch.context() as patch:
         for user in (groups, batch):
             patch.setattr(user, "device_of", lambda mesh: device)
-        patch.setattr(connecting, "make_communicator", lambda group, device: group.connect())
+        patch.setattr(communicators, "make_communicator", lambda group, device: group.connect())
         yield init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
 
 
