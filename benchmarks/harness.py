@@ -223,8 +223,8 @@ class Task:
 
 
 def run(work: str, contenders: Sequence[str], *, tuned: Collection[str] = (), **settings: Any) -> dict[str, Any]:
-    """Runs one task on so many fresh processes, or as many again for contenders with malloc tuned beside others; hands
-    back what rank 0 wrote.
+    """Runs one task in a fresh process for each rank, and returns what rank 0 wrote. Contenders with malloc tuned have
+    processes of their own beside the others'.
 
     tuned: contenders whose processes have malloc tuned; settings: fields of `Task`
 

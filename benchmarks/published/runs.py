@@ -274,7 +274,7 @@ def _model_of(line: Line) -> tuple[str, Any]:
 
 
 def _name(text: str) -> str:
-    """A model's name as `models` spells it, of its name on the hub or in words: `meta-llama/Llama-2-7b-hf`."""
+    """Spells a model's name as `models` does. text: its name on the hub (`meta-llama/Llama-2-7b-hf`), or in words"""
     name = _bare(text.lower()).split(",")[0].rpartition("/")[2]
     name = re.sub(r"[\s_]+", "-", name.strip()).removeprefix("meta-")
     name = re.sub(r"^(llama|qwen)-+(?=\d)", r"\1", name)

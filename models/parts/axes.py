@@ -66,11 +66,11 @@ class Axes:
                 )
 
     def split(self, dim: int, blocks: int = 1) -> dict[str, Any]:
-        """Returns the `split` of a `ya.Param` of which `tensor` cuts each of so many blocks along `dim`."""
+        """Returns a `split` for `ya.Param`: the axis `tensor` cuts each of `blocks` equal blocks along `dim`."""
         return {"tensor": dim if blocks == 1 else (dim, blocks)} if self.tensor else {}
 
     def of_experts(self, split: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the `split` of a matrix of each expert, [L, X, O, I], of which one expert's is split so."""
+        """Returns the `split` of all experts' matrices [L, X, O, I], where `split` is that of one expert's."""
         return {**split, "expert": -3} if self.expert else dict(split)
 
     def every(self, x: Float[Tensor, "B s E"]) -> Float[Tensor, "B S E"]:

@@ -352,8 +352,8 @@ def _container(module: nn.Module, layers: str, lists: Sequence[str]) -> nn.Modul
 
 
 def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator[tuple[str, dict[str, nn.Parameter]]]:
-    """Yields parameters that belong to modules around the layers, and those of the outermost modules beside the
-    layers."""
+    """Yields parameters outside the layers, by unit: each parameter of a module that contains layers is one unit, each
+    outermost module without layers is another."""
     for key, param in module._parameters.items():
         if param is not None:
             yield join(name, key), {"": param}

@@ -262,12 +262,12 @@ class Group:
 
     @cached_property
     def here(self) -> tuple[int, ...]:
-        """Indices in `units` of those with a row here: layers, if stacked."""
+        """Indices of the units that have a row here; of a stack, its layers."""
         return tuple(index for index in range(len(self.units)) if self.stage in self.holders(index))
 
     @cached_property
     def held(self) -> tuple[int, ...]:
-        """The units with a row here, by row."""
+        """The units that have a row here, in the order of rows."""
         return tuple(self.units[index] for index in self.here)
 
     @cached_property

@@ -68,7 +68,7 @@ class StageConfig(NamedTuple):
         )
 
     def program(self, trace: Trace) -> Program:
-        """Returns the program for `trace`. Raises ValueError where a step cannot be so."""
+        """Returns the program for `trace`. Raises ValueError where no schedule can do what the configuration asks."""
 
         def recomputed(_: Trace) -> Numbers:
             return self.recomputed

@@ -178,7 +178,7 @@ class BlockCollectives:
     # ---- each collective
 
     def called(self, call: AxisCollective, x: Tensor, rows: Rows) -> Callable[[], None] | None:
-        """Checks a collective of `x` before it runs. Returns what is to be called once it has run, if anything."""
+        """Checks a collective of `x` before it runs. Returns a function to call after it has run, or None."""
         got = Called(call, x.dtype, rows)
         stretch = self._of_visit or self._of_loss
         if stretch is None:
