@@ -109,13 +109,14 @@ def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Me
 Loss = Callable[[Params, Batch], ya.Mean]
 
 
-def with_ends(middle: Callable[[Params, Tensor], Any], first: Callable[..., Tensor] = embed) -> Loss:
-    """The loss of a model with an embedding first, and a head last, that the batch goes through: `middle(params, x)` is
-    what lies between. It returns x, or also what the total has besides."""
+def with_ends(middle: Callable[..., Any], first: Callable[..., Tensor] = embed, *, sees_batch: bool = False) -> Loss:
+    """The loss of a model with an embedding first, and a head last, that the batch goes through: `middle(params, x)`,
+    or `middle(params, x, batch)`, is what lies between. It returns x, or also what the total has besides."""
 
     @functools.wraps(middle)
     def loss(params: Params, batch: Batch) -> ya.Mean:
-        out = middle(params, ya.apply(first, params.embed, batch["tokens"]))
+        given = (batch,) if sees_batch else ()
+        out = middle(params, ya.apply(first, params.embed, batch["tokens"]), *given)
         x, *more = out if isinstance(out, tuple) else (out,)
         total, weight = ya.apply(head, params.head, x, batch["targets"])
         return ya.Mean(sum(more, total), weight)
@@ -124,6 +125,7 @@ def with_ends(middle: Callable[[Params, Tensor], Any], first: Callable[..., Tens
 
 
 with_torchs_ends = functools.partial(with_ends, first=torchs_embed)
+with_ends_and_batch = functools.partial(with_ends, sees_batch=True)
 
 
 @with_ends

@@ -8,6 +8,7 @@ storage. So it does in the main thread, since bf16 products of the CPU have scra
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 import weakref
@@ -24,6 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
+from tests.harness.histories import BUILDERS
+from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import on_ranks
 from tests.harness.problems import SCHEDULES, Batch, Head, Params, param, with_ends
@@ -110,10 +113,8 @@ def measured(step: Callable[[], object]) -> Measured:
 
 
 @by_autograd()
-def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list[Measured]:
+def steps(state: ya.ShardedState, step: Any) -> list[Measured]:
     """The first step, the third and the fourth; all gradients of weights are fresh ones."""
-    state = ya.init(params(), TX, mesh=mesh, precision=precision)
-    step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule], microbatches=parts)
     out, addresses = [], set()
 
     def one() -> None:
@@ -130,40 +131,57 @@ def steps(mesh: Any, schedule: str, precision: ya.Precision, parts: int) -> list
     return out
 
 
-BF16 = ya.Precision(compute=torch.bfloat16)
+FP32, BF16 = ya.Precision(), ya.Precision(compute=torch.bfloat16)
+TXS = {True: TX, False: ya.optim.adamw(1e-3)}
+"""By whether updates wait for the norm."""
+
+AFTER, INSIDE = [(False, True)], [(True, True), (True, False)]
+EVERY = [*AFTER, *INSIDE, (False, False)]
+"""Whether updates are in the program, and whether they wait for the norm."""
+
+Way = tuple[str, Callable[..., Any], ya.Precision, int, list[tuple[bool, bool]]]
+WAYS: dict[str, Way] = {
+    "zero3": ("shard", BUILDERS["zero3"], FP32, 1, EVERY),
+    "microbatches": ("shard", BUILDERS["zero3"], FP32, 3, AFTER),
+    "remat": ("shard", functools.partial(BUILDERS["zero3"], remat="all"), FP32, 3, AFTER),
+    "zero2": ("shard", BUILDERS["zero2"], FP32, 1, EVERY),
+    "bf16": ("shard", functools.partial(BUILDERS["zero3"], resident=1, prefetch=2), BF16, 3, AFTER),
+    "zero1": ("shard", BUILDERS["zero1"], FP32, 1, INSIDE),
+    "resident": ("shard", BUILDERS["resident"], FP32, 1, INSIDE),
+    "ddp": ("copies", BUILDERS["ddp"], FP32, 1, INSIDE),
+    "hsdp": ("replicate", BUILDERS["hsdp"], FP32, 1, INSIDE),
+    "hpz": ("nodes", BUILDERS["hpz"], FP32, 1, INSIDE),
+}
+"""Mesh, builder, precision, microbatches, updates."""
+
+CASES = [(1, way) for way in list(WAYS)[:5]] + [(2, way) for way in list(WAYS)[:8]] + [(4, "hsdp"), (4, "hpz")]
 
 
 @pytest.mark.sampled
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("schedule", "precision", "parts"),
-    [
-        ("zero3", ya.Precision(), 1),
-        ("zero3", ya.Precision(), 3),
-        ("zero3-remat-all", ya.Precision(), 3),
-        ("zero2", ya.Precision(), 1),
-        ("zero3-resident", BF16, 3),
-    ],
-    ids=["zero3", "microbatches", "remat", "zero2", "bf16"],
-)
-def test_only_fresh_gradients_of_one_block_are_allocated(
-    mesh: Any, schedule: str, precision: ya.Precision, parts: int
-) -> None:
-    world = mesh.size()
+@on_ranks()
+@pytest.mark.parametrize(("world", "way"), CASES)
+def test_only_fresh_gradients_of_one_block_are_allocated(mesh: Any, way: str) -> None:
+    """With the optimizer after the program, and in it."""
+    kind, builder, precision, parts, updates = WAYS[way]
     size = precision.gather_dtype.itemsize
     fresh = {"layer": 2 * [E * F * size], "embed": [V * E * size], "head": [V * E * size]}
     per_step = sorted(parts * (LAYERS * fresh["layer"] + fresh["embed"] + fresh["head"]))
-    first, *later = steps(mesh, schedule, precision, parts)
-    for step in later:
-        assert sorted(n for n in step.outputs if n > ACTIVATIONS) == per_step
-        assert [n for n in step.streams if n > ACTIVATIONS] == []
-        if precision.gather_dtype == torch.float32:
-            assert sorted(n for n in step.large() if n > 0) == per_step
-            assert sum(step.large()) == 0, "something of weight size outlives the step, or died in it"
-            assert step.peak() == sum(fresh["layer"])
-    # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
-    assert first.peak() > 2 * sum(fresh["layer"])
-    assert world == 1 or all(step.stream_ops >= 2 * LAYERS for step in later)
+    for update, clips in updates:
+        state = ya.init(params(), TXS[clips], mesh=made(kind), precision=precision)
+        step = ya.train_step(
+            loss, TXS[clips], schedule=builder(update=update), microbatches=parts, skip_nonfinite=clips
+        )
+        first, *later = steps(state, step)
+        for each in later:
+            assert sorted(n for n in each.outputs if n > ACTIVATIONS) == per_step
+            assert [n for n in each.streams if n > ACTIVATIONS] == []
+            if precision.gather_dtype == torch.float32:
+                assert sorted(n for n in each.large() if n > 0) == per_step
+                assert sum(each.large()) == 0, "something of weight size outlives the step, or died in it"
+                assert each.peak() == sum(fresh["layer"])
+        # the measurement sees what the first step allocates: slots and gradient shards, and the worker threads
+        assert first.peak() > 2 * sum(fresh["layer"])
+        assert mesh.size() == 1 or all(each.stream_ops >= 2 * LAYERS for each in later)
 
 
 @on_ranks(1, 2)

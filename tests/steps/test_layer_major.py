@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models import llama
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, looped, plain
 from tests.harness.pool import on_ranks
@@ -152,28 +151,6 @@ def test_on_the_pure_path(mesh: Any) -> None:
     }.items():
         got, expected = (optree.tree_leaves(transform(of(loss))) for loss in (CHUNKED, base_loss))
         compare(got, expected, 1e-5, what)
-
-
-# ---- Llama
-
-
-@on_ranks()
-@pytest.mark.nightly
-@pytest.mark.parametrize(("world", "dtype"), [(1, torch.float32), (2, torch.float64)])
-def test_llama_against_depth_order(mesh: Any, dtype: torch.dtype) -> None:
-    config = llama.CONFIGS["debug"]
-    state = ya.init(llama.params(config), TX, mesh=mesh, precision=ya.Precision(dtype))
-    generator = torch.Generator().manual_seed(mesh.get_local_rank())
-    tokens = torch.randint(0, config.vocab, (N, 16), generator=generator)
-    targets = tokens.roll(-1, 1).masked_fill(torch.rand(N, 16, generator=generator) < 0.3, -100)
-    batch = {"tokens": tokens, "targets": targets}
-    chunked = ya.value_and_grad(llama.loss(config, chunks=N))
-    got = [chunked(state.params, batch) for _ in range(3)]
-    expected = ya.value_and_grad(llama.loss(config), microbatches=N)(state.params, batch)
-    for value, grads in got:
-        compare(value, expected[0], 1e-5, "value")
-        compare(grads, expected[1], 1e-5 if dtype == torch.float32 else 1e-12, "gradients")
-        compare(optree.tree_leaves(grads), optree.tree_leaves(got[0][1]), 0.0, "bits")
 
 
 # ---- on fake tensors

@@ -45,12 +45,21 @@ def hidden(params: Params, batch: Batch) -> Tensor:
     return ya.scan(block, ya.apply(embed, params.embed, batch["tokens"]), params.layers)[0]
 
 
-def in_the_head(params: Params, batch: Batch) -> ya.Mean:
-    def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
-        each = counts(x, targets)
-        return ya.Mean(weighed(w, x, targets, each), each.sum())
+def with_weight(weight: Callable[[Head, Tensor, Tensor, Any], Tensor], name: str) -> Loss:
+    """The loss whose head weighs tokens: `weight(w, x, each, bad)`."""
 
-    return ya.apply(head, params.head, hidden(params, batch), batch["targets"])
+    def head(w: Head, x: Tensor, targets: Tensor, bad: Any) -> ya.Mean:
+        each = counts(x, targets)
+        return ya.Mean(weighed(w, x, targets, each), weight(w, x, each, bad))
+
+    def loss(params: Params, batch: Any) -> ya.Mean:
+        return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch.get("bad"))
+
+    loss.__name__ = name
+    return loss
+
+
+in_the_head = with_weight(lambda w, x, each, bad: each.sum(), "in_the_head")
 
 
 def of_an_argument(params: Params, batch: Batch) -> ya.Mean:
@@ -106,22 +115,8 @@ def test_across_stages(mesh: Any, name: str) -> None:
 # ---- what depends
 
 
-def of_the_hidden(params: Params, batch: Any) -> ya.Mean:
-    """Of what earlier visits have made, where the batch says so."""
-
-    def head(w: Head, x: Tensor, targets: Tensor, bad: Tensor) -> ya.Mean:
-        each = counts(x, targets)
-        return ya.Mean(weighed(w, x, targets, each), each.sum() + (x.sum() if bad else 0))
-
-    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
-
-
-def of_the_weights(params: Params, batch: Any) -> ya.Mean:
-    def head(w: Head, x: Tensor, targets: Tensor, bad: Tensor) -> ya.Mean:
-        each = counts(x, targets)
-        return ya.Mean(weighed(w, x, targets, each), each.sum() * (w.scale.sum() if bad else 1))
-
-    return ya.apply(head, params.head, hidden(params, batch), batch["targets"], batch["bad"])
+of_the_hidden = with_weight(lambda w, x, each, bad: each.sum() + (x.sum() if bad else 0), "of_the_hidden")
+of_the_weights = with_weight(lambda w, x, each, bad: each.sum() * (w.scale.sum() if bad else 1), "of_the_weights")
 
 
 def of_what_passes(params: Params, batch: Any) -> ya.Mean:

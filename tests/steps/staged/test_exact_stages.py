@@ -6,11 +6,11 @@ import functools
 import os
 from typing import Any, NamedTuple
 
-import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
+from tests.harness import oracle
 from tests.harness.marks import nightly
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import Batch, batch_of, by_autograd, compare, joined
@@ -20,7 +20,6 @@ from tests.harness.problems import base_params, tied_params
 from tests.steps.staged import models
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime.reductions import combine
-from yafsdp_fn.util.randomness import VisitCounter, counting
 
 UNITWISE = ya.optim.adamw(1e-2)
 TOLERANCE = 1e-12
@@ -78,42 +77,38 @@ def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, .
         mine = ya.shard_batch(joined(batches), mesh)
         assignment = ya.schedules.assign(trace_of(model), stages, per_stage=how.per_stage, shape=how.shape)
         state = ya.init(params, tx, mesh=mesh, precision=models.F64, stages=assignment)
-        oracle = ya.PlainState.create(ya.unshard(state), tx)
+        whole = ya.PlainState.create(ya.unshard(state), tx)
         schedule = how.order(how.sharding)
         options: Any = {"microbatches": parts, "has_aux": True}
         if not name.endswith("updates"):
             got = ya.value_and_grad(loss, schedule=schedule, **options)(state.params, mine)
-            expected = looped(loss, oracle.params, batches, parts, step=0)
+            expected = looped(loss, whole.params, batches, parts, step=0)
             compare((got[0], got[1]), expected, TOLERANCE, f"{model}, {name}, {parts}: gradients")
         step = ya.train_step(loss, tx, schedule=schedule, skip_nonfinite=skips, **options)
         for number in range(3):
-            (value, aux), grads = looped(loss, oracle.params, batches, parts, step=number)
-            oracle = oracle.apply_gradients(grads, tx)
+            (value, aux), grads = looped(loss, whole.params, batches, parts, step=number)
+            whole = whole.apply_gradients(grads, tx)
             state, metrics = step(state, mine)
             what = f"{model}, {name}, {parts} microbatches, step {number}"
             compare((metrics["loss"], metrics["aux"]), (value, aux), TOLERANCE, what)
-            compare(state, oracle.params, TOLERANCE, what)
-        value, aux = looped(loss, oracle.params, batches, parts, step=3)[0]
+            compare(state, whole.params, TOLERANCE, what)
+        value, aux = looped(loss, whole.params, batches, parts, step=3)[0]
         found = ya.eval_step(loss, schedule=schedule, **options)(state, mine)
         compare((found["loss"], found["aux"]), (value, aux), TOLERANCE, f"{model}, {name}: evaluation")
 
 
 def looped(loss: Any, params: Any, batches: list[Batch], parts: int, step: int) -> Any:
     """`((value, aux), grads)` by plain autograd: one rank and one microbatch after the other."""
-    leaves, spec = optree.tree_flatten(params)
-    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
-    sums, found = [torch.zeros_like(leaf) for leaf in leaves], []
-    for rank, batch in enumerate(batches):
-        rows = len(batch["tokens"]) // parts
-        for at in range(parts):
-            own = {key: leaf[at * rows : (at + 1) * rows] for key, leaf in batch.items()}
-            with counting(VisitCounter(0, step, at, rank)):
-                mean, aux = loss(optree.tree_unflatten(spec, leaves), own)
-            found.append((ya.Sum(mean.total.detach()), ya.Sum(torch.as_tensor(mean.weight).double()), aux))
-            for k, grad in enumerate(torch.autograd.grad(mean.total, leaves, allow_unused=True)):
-                sums[k] += 0 if grad is None else grad
+    found = []
+
+    def noted(params: Any, batch: Batch) -> ya.Mean:
+        mean, aux = loss(params, batch)
+        found.append((ya.Sum(mean.total.detach()), ya.Sum(torch.as_tensor(mean.weight).double()), aux))
+        return mean
+
+    _, grads = oracle.looped(noted, params, batches, parts=parts, step=step)
     total, weight, aux = combine(found, None)
-    return (total / weight, aux), optree.tree_unflatten(spec, [grad / weight for grad in sums])
+    return (total / weight, aux), grads
 
 
 CASES = [(2, 2), (4, 2), (3, 3), (4, 4)]  # world, stages
