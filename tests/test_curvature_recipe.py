@@ -47,8 +47,7 @@ def sharded(mesh: Any) -> list[Tensor]:
     every = [torch.empty_like(rises) for _ in range(mesh.size())]
     torch.distributed.all_gather(every, rises)
     of_rows = torch.cat(every).unflatten(0, (-1, len(rises))).unique(dim=0).flatten()
-    whole = [torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.unshard(tree))]) for tree in (v, s)]
-    return [whole[0], *(vector(of(v)) for of in (hessian, gauss_newton)), top, whole[1], of_rows]
+    return [vector(v), vector(hessian(v)), vector(gauss_newton(v)), top, vector(s), of_rows]
 
 
 def vector(tree: Any) -> Tensor:
@@ -57,8 +56,7 @@ def vector(tree: Any) -> Tensor:
 
 def dense(v: Tensor) -> list[Tensor]:
     """The same of one vector of all parameters; rows' influences in the order of their values."""
-    marked = optree.tree_map(Tensor.double, ya.PlainState.create(model(2), TX, seed=0).params)
-    leaves, spec = optree.tree_flatten(ya.params.without_markers(marked))
+    leaves, spec = optree.tree_flatten(optree.tree_map(Tensor.double, ya.materialize(model(2))))
     at = torch.cat([leaf.flatten() for leaf in leaves])
 
     def tree(flat: Tensor) -> Any:

@@ -47,11 +47,11 @@ def step(gpu_check: Any, tmp_path: Path, name: str, text: str, *, together: bool
     return gpu_check.Step(60, 1, together, "", f"-m {name} {{json}}")
 
 
-def check(gpu_check: Any, out: Path, *argv: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and the line of each step's end."""
-    status = gpu_check.main([*argv, "--device", "cpu", "--out", str(out)])
-    lines = json.loads((out / "results.json").read_text())
-    return status, {line["step"]: line for line in lines if "outcome" in line}
+def check(gpu_check: Any, out: Path, *argv: str, device: str = "cpu") -> tuple[int, dict[str, Any], dict[str, str]]:
+    """The exit status, the line of each step's end, and how it ended."""
+    status = gpu_check.main([*argv, "--device", device, "--out", str(out)])
+    ends = {line["step"]: line for line in json.loads((out / "results.json").read_text()) if "outcome" in line}
+    return status, ends, {name: line["outcome"] for name, line in ends.items()}
 
 
 # ---- what there is to run
@@ -88,11 +88,9 @@ def test_steps_name_what_there_is(gpu_check: Any) -> None:
     found = [line for line in said.splitlines() if "::test_" in line]
     assert status == 0 and len(found) > 50, said
     for name, words in which.items():
-        keys = (
-            re.findall(r"(?<!not )\b(?!and\b|or\b|not\b)\w+", words[words.index("-k") + 1]) if "-k" in words else [""]
-        )
         prefixes = tuple(word for word in words if word.startswith("tests/"))
-        for key in keys:
+        keys = words[words.index("-k") + 1] if "-k" in words else "test"
+        for key in re.findall(r"(?<!not )\b(?!and\b|or\b|not\b)\w+", keys):
             assert any(test.startswith(prefixes) and key in test for test in found), (name, key)
 
 
@@ -101,9 +99,8 @@ def test_steps_name_what_there_is(gpu_check: Any) -> None:
 def test_the_steps_themselves_run_on_tiny_models(
     gpu_check: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], names: list[str]
 ) -> None:
-    status, found = check(gpu_check, tmp_path, "--only", *names)
-    assert {name: line["outcome"] for name, line in found.items()} == dict.fromkeys(names, "passed")
-    assert status == 0
+    status, _, outcomes = check(gpu_check, tmp_path, "--only", *names)
+    assert (status, outcomes) == (0, dict.fromkeys(names, "passed"))
     said = capfd.readouterr().out.partition("=== summary")[2]
     assert ("traced: 8192 rows: traced" in said) == ("traced" in names) and "micro: embedding, skewed: zero_" in said
     heading, *_ = json.loads((tmp_path / "results.json").read_text())
@@ -115,8 +112,8 @@ def test_the_steps_themselves_run_on_tiny_models(
 @pytest.mark.timeout(900)
 def test_every_step_runs_on_a_cpu(gpu_check: Any, tmp_path: Path) -> None:
     for which in ((), ("--second",)):
-        status, found = check(gpu_check, tmp_path / "-".join(("out", *which)), *which, "--limit-s", "800")
-        assert status == 0, {name: line["outcome"] for name, line in found.items()}
+        status, _, outcomes = check(gpu_check, tmp_path / "-".join(("out", *which)), *which, "--limit-s", "800")
+        assert status == 0, outcomes
 
 
 def test_edited_code_is_other_code(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,11 +158,9 @@ def test_a_dead_step_loses_itself_alone(
     monkeypatch.setattr(gpu_check, "STEPS", {**made, "lacks": lacks})
     monkeypatch.setattr(gpu_check, "GRACE_S", 0.1)
     monkeypatch.setattr(gpu_check, "no_device", lambda: None)
-    status = gpu_check.main(["--only", *texts, "lacks", "--out", str(tmp_path / "out")])
-    lines = json.loads((tmp_path / "out" / "results.json").read_text())
-    ends = {line["step"]: line for line in lines if "outcome" in line}
+    status, ends, outcomes = check(gpu_check, tmp_path / "out", "--only", *texts, "lacks", device="cuda")
     assert status == 1
-    assert {name: line["outcome"] for name, line in ends.items()} == {
+    assert outcomes == {
         "good": "passed",
         "fails": "exit status 1",
         "dies": "died of SIGSEGV",
@@ -185,9 +180,9 @@ def test_what_would_not_fit_is_named_and_not_begun(
 ) -> None:
     long = gpu_check.Step(900, 500, False, "", "-m long")
     monkeypatch.setattr(gpu_check, "STEPS", {"long": long, "short": step(gpu_check, tmp_path, "short", WRITES)})
-    status, found = check(gpu_check, tmp_path / "out", "--only", "long", "short", "--limit-s", "400")
-    assert status == 1 and found["short"]["outcome"] == "passed"
-    assert re.fullmatch(r"left out: 39\d s are left for it", found["long"]["outcome"])
+    status, _, outcomes = check(gpu_check, tmp_path / "out", "--only", "long", "short", "--limit-s", "400")
+    assert status == 1 and outcomes["short"] == "passed"
+    assert re.fullmatch(r"left out: 39\d s are left for it", outcomes["long"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
@@ -277,7 +272,7 @@ def test_what_a_machine_lacks_comes_out_of_wheels(
     monkeypatch.setattr(gpu_check, "STEPS", {"one": step(gpu_check, tmp_path, "one", text)})
     monkeypatch.setattr(gpu_check, "NEEDED", ("any_rope", "no_rope"))
     monkeypatch.setattr(sys, "path", list(sys.path))
-    status, _ = check(gpu_check, tmp_path / "out", "--only", "one", "--wheels", str(tmp_path / "wheels"))
+    status, *_ = check(gpu_check, tmp_path / "out", "--only", "one", "--wheels", str(tmp_path / "wheels"))
     log = (tmp_path / "out" / "log.txt").read_text()
     assert status == 0 and "imported\n13 /" in log and f"/nvidia-nccl-cu13/{library}\n" in log
     assert "has no no_rope: make gpu-wheels" in capfd.readouterr().out
@@ -366,18 +361,18 @@ def test_failures_are_there_before_the_end(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_test_that_passed_is_no_success(tmp_path: Path) -> None:
-    def ran(text: str, *more: str) -> tuple[int, dict[str, Any]]:
+    skips = "@pytest.mark.skip(reason='for no reason')\ndef test_skips(): ..."
+    for text, more, why in (
+        ("def test_passes(): ...", (), None),
+        (skips, (), "no test has run: Skipped: for no reason"),
+        ("", (), "no test has run"),
+        ("def test_passes(): ...", ("--collect-only",), None),
+    ):
         (tmp_path / "test_some.py").write_text("import pytest\npytestmark = pytest.mark.gpu\n" + text)
-        return started(tmp_path, str(tmp_path), *more).wait(100), json.loads((tmp_path / "out.json").read_text())
-
-    status, found = ran("def test_passes(): ...")
-    assert status == 0 and "why" not in found
-    status, found = ran("@pytest.mark.skip(reason='for no reason')\ndef test_skips(): ...")
-    assert status == 1 and found["why"] == "no test has run: Skipped: for no reason"
-    status, found = ran("")
-    assert status == 1 and found["why"] == "no test has run"
-    status, found = ran("def test_passes(): ...", "--collect-only")
-    assert status == 0 and found["collected"] == 1 and found["passed"] == []
+        status = started(tmp_path, str(tmp_path), *more).wait(100)
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert (status, found.get("why")) == (why is not None, why)
+    assert found["collected"] == 1 and found["passed"] == []
 
 
 def test_every_marked_test_is_in_a_file_that_is_read(

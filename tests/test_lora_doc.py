@@ -13,7 +13,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
-from tests.models.theirs import draw
+from tests.models.theirs import draw, with_targets
 
 PAGE = doc("lora")
 (CODE,) = blocks(PAGE)
@@ -21,14 +21,13 @@ CONFIG = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2,
 TX = ya.optim.adamw(1e-2)
 
 
-def tokens() -> dict[str, torch.Tensor]:
-    made = draw(2, 16, seed=0, most=CONFIG.vocab)
-    return {"tokens": made, "targets": made.roll(-1, 1)}
+def batch() -> dict[str, torch.Tensor]:
+    return with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))
 
 
 def runs(mesh: Any, folder: Path) -> None:
     os.chdir(folder)
-    names: dict[str, Any] = {"ya": ya, "llama": llama, "torch": torch, "tx": TX, "mesh": mesh, "batch": tokens()}
+    names: dict[str, Any] = {"ya": ya, "llama": llama, "torch": torch, "tx": TX, "mesh": mesh, "batch": batch()}
     exec(CODE, names)
     state = names["state"]
     assert state.step == 2 and {g.name for g in state.memory.groups if g.trainable} == {"layers", "head"}
@@ -43,7 +42,7 @@ def test_a_base_stays_under_zero2(mesh: Any) -> None:
     tree = ya.lora(llama.params(CONFIG), 4)
     state, step = ya.init(tree, TX, mesh=mesh), ya.train_step(llama.loss(CONFIG), TX, schedule=ya.schedules.zero2())
     for _ in range(2):
-        state, _ = step(state, tokens())
+        state, _ = step(state, batch())
     program: Any = step.program(state)
     ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
     assert {state.memory.of_unit[unit].name for op in ops for unit in op.units} == {"layers"}

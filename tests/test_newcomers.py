@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pickle
-import re
 import warnings
 from collections import UserDict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -34,65 +34,42 @@ def test_arrays_of_numpy_are_sharded_as_tensors_are(mesh: Any) -> None:
     mine = ya.shard_batch({"x": rows}, mesh)
     same = ya.shard_batch({"x": torch.from_numpy(rows)}, mesh)
     assert torch.equal(mine["x"], same["x"]) and len(mine["x"]) == 8 // mesh.size()
-    one, other = (ya.train_step(loss_fn, TX)(new(mesh), batch)[1]["loss"] for batch in (mine, same))
+    one, other = (stepping(batch)(mesh)[1]["loss"] for batch in (mine, same))
     assert one == other
-    with pytest.raises(
-        TypeError, match=r"x of argument 1 is a NumPy array of shape \(8, 4\), of which every one would get"
-    ):
-        ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"x": rows})
-
-
-@on_ranks(1, 2)
-def test_a_loss_that_no_parameter_goes_into_is_refused(mesh: Any) -> None:
-    net = torch.nn.Linear(4, 1)
-    step = ya.train_step(lambda params, batch: net(batch).square().mean(), TX)
-    with pytest.raises(ValueError, match="the loss does not depend on the differentiated arguments"):
-        step(new(mesh), torch.ones(2, 4))
-
-
-@on_ranks(2)
-def test_what_is_given_for_something_else_is_named(mesh: Any) -> None:
-    calls: list[tuple[str, Any]] = [
-        (
-            "params: expected a Param, a tensor or a Lazy leaf, got Linear; an nn.Module becomes parameters by ya.",
-            lambda: ya.shard(torch.nn.Linear(2, 2), TX, mesh=mesh),
-        ),
-        (
-            "mesh: its axes have no names; make it by ya.mesh()",
-            lambda: ya.init(PARAMS, TX, mesh=init_device_mesh("cpu", (mesh.size(),))),
-        ),
-        (
-            "checkpoint.save: expected a folder and a state, got a dict for the state",
-            lambda: ya.checkpoint.save("folder", new(mesh).params),
-        ),
-        ("Param(64, ...): expected a shape, such as Param((64, 8))", lambda: ya.Param(64, 32)),
-        ("learning_rate='1e-3': expected a number, or a function of the count", lambda: ya.optim.adamw("1e-3")),
-    ]
-    for text, call in calls:
-        with pytest.raises(TypeError, match=re.escape(text)):
-            call()
 
 
 def new(mesh: Any, tx: Any = TX) -> Any:
     return ya.init(PARAMS, tx, mesh=mesh)
 
 
-BATCH = {"x": torch.ones(4, 4)}
+ROWS = torch.ones(4, 4)
+BATCH = {"x": ROWS}
 FOREIGN = (lambda params: (), lambda updates, state, params=None: (updates, state))
 
 
-def taken(mesh: Any, made: Any, given: Any) -> Any:
-    return ya.train_step(loss_fn, given)(new(mesh, made), BATCH)[1]["loss"]
+Case = Callable[[Any], Any]
+"""What somebody types, given a mesh."""
 
 
-def applied(mesh: Any, made: Any, given: Any) -> Any:
-    state = new(mesh, made)
-    return state.apply_gradients(ya.grad(loss_fn)(state.params, BATCH), given).step
+def stepping(batch: Any = BATCH, loss: Any = loss_fn, **options: Any) -> Case:
+    """A step of a new state."""
+    return lambda mesh: ya.train_step(loss, TX, **options)(new(mesh), batch)
 
 
-def of_plain(_: Any, made: Any, given: Any) -> Any:
-    state = ya.PlainState.create(PARAMS, made)
-    return state.apply_gradients(ya.grad(loss_fn)(state.params, BATCH), given).step
+def cutting(batch: Any) -> Case:
+    return lambda mesh: ya.shard_batch(batch, mesh)
+
+
+def making(params: Any = PARAMS, tx: Any = TX, **options: Any) -> Case:
+    return lambda mesh: ya.init(params, tx, mesh=mesh, **options)
+
+
+def taken(state: Any, given: Any) -> Any:
+    return ya.train_step(loss_fn, given)(state, BATCH)
+
+
+def applied(state: Any, given: Any) -> Any:
+    return state.apply_gradients(ya.grad(loss_fn)(state.params, BATCH), given)
 
 
 RATE = ya.optim.constant_schedule(1e-3)
@@ -117,35 +94,36 @@ OTHERS: list[tuple[Any, Any, str]] = [
 def test_a_state_made_by_another_optimizer_is_refused_by_name(mesh: Any) -> None:
     """Some were taken in silence, as Adam's moments by SGD; others failed in the words of a tuple's."""
     for made, given, parts in OTHERS:
-        for use in (taken, applied, of_plain):
-            with pytest.raises(
-                TypeError, match=rf"^the optimizer's state {parts}.*ya\.shard\(state, tx\), a state for"
-            ):
-                use(mesh, made, given)
+        plain, refused = (
+            ya.PlainState.create(PARAMS, made),
+            rf"^the optimizer's state {parts}.*ya\.shard\(state, tx\), a",
+        )
+        for use, state in ((taken, new(mesh, made)), (applied, new(mesh, made)), (applied, plain)):
+            with pytest.raises(TypeError, match=refused):
+                use(state, given)
 
 
 @on_ranks(2)
 def test_one_with_other_figures_is_taken(mesh: Any) -> None:
     for given in (ya.optim.adamw(3e-3, weight_decay=0.1), ya.optim.adamw(1e-3, b2=0.99)):
-        state, _ = ya.train_step(loss_fn, given)(new(mesh), BATCH)
-        assert state.step == 1
+        assert taken(new(mesh), given)[0].step == 1
 
 
-def without_a_graph(make: Any) -> Any:
-    return lambda mesh: ya.train_step(lambda params, batch: make(loss_fn(params, batch)), TX)(new(mesh), BATCH)[1]
+def without_a_graph(make: Any) -> Case:
+    return stepping(loss=lambda params, batch: make(loss_fn(params, batch)))
 
 
 def of_old_leaves(mesh: Any) -> Any:
     state = new(mesh)
     kept = optree.tree_map(lambda leaf: leaf.detach(), state.params)  # the same memory
-    ya.train_step(loss_fn, TX)(state, BATCH)
+    taken(state, TX)
     return ya.eval_step(loss_fn)(kept, BATCH)
 
 
 def with_a_plain_tensor(mesh: Any) -> Any:
     state = new(mesh)
     state.params["more"] = {"w": torch.zeros(4)}
-    return ya.train_step(loss_fn, TX)(state, BATCH)
+    return taken(state, TX)
 
 
 def written_to(mesh: Any) -> None:
@@ -160,21 +138,22 @@ def in_eval_mode(mesh: Any) -> Any:
 
 def made_under_inference_mode(mesh: Any) -> Any:
     with torch.inference_mode():
-        batch = {"x": torch.ones(4, 4)}
-    return ya.train_step(loss_fn, TX)(new(mesh), batch)[1]
+        rows = torch.ones(4, 4)
+    return stepping({"x": rows})(mesh)
 
 
-def in_block(mesh: Any, write: Any) -> Any:
+def in_block(write: Any) -> Case:
     """A step whose block first calls `write` on its weights."""
 
-    def loss(params: Any, batch: Any) -> Any:
-        def block(x: Any, w: Any) -> Any:
-            write(w["w"])
-            return ya.linear(x, w["w"]), None
+    def block(x: Any, w: Any) -> Any:
+        write(w["w"])
+        return ya.linear(x, w["w"]), None
 
-        return ya.scan(block, batch["x"], params["layers"])[0].square().mean()
+    return stepping(loss=of_block(block))
 
-    return ya.train_step(loss, TX)(new(mesh), BATCH)
+
+def of_block(block: Any) -> Any:
+    return lambda params, batch: ya.scan(block, batch["x"], params["layers"])[0].square().mean()
 
 
 def clamped(weight: Any) -> None:
@@ -194,31 +173,28 @@ def gathered_by_torch(params: Any, batch: Any) -> Any:
     return own + torch.stack(every).logsumexp(0)
 
 
-def reduced_in_block(mesh: Any) -> Any:
-    def block(x: Any, w: Any) -> Any:
-        x = ya.linear(x, w["w"])
-        torch.distributed.all_reduce(x)
-        return x, None
-
-    def loss(params: Any, batch: Any) -> Any:
-        return ya.scan(block, batch["x"], params["layers"])[0].square().mean()
-
-    return ya.train_step(loss, TX)(new(mesh), BATCH)
+def reduced_in_block(x: Any, w: Any) -> Any:
+    x = ya.linear(x, w["w"])
+    torch.distributed.all_reduce(x)
+    return x, None
 
 
 SCALER = torch.amp.GradScaler("cpu")
 
 
-def shrunk(params: Any, write: Any, batch: Any) -> Any:
-    with torch.no_grad():
-        for leaf in optree.tree_leaves(params):
-            write(leaf)
-    return loss_fn(params, batch)
+def shrinking(write: Any) -> Case:
+    """A step whose loss calls `write` on its parameters."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            for leaf in optree.tree_leaves(params):
+                write(leaf)
+        return loss_fn(params, batch)
+
+    return stepping(loss=loss)
 
 
-def beside_a_module(mesh: Any) -> Any:
-    head = torch.nn.Linear(1, 1)
-    return ya.train_step(lambda params, batch: head(loss_fn(params, batch).total[None]).sum(), TX)(new(mesh), BATCH)
+HEAD, NET = torch.nn.Linear(1, 1), torch.nn.Linear(4, 1)
 
 
 def before_visits(weight: Any) -> Any:
@@ -246,7 +222,8 @@ class Around:
 def by_closure(mesh: Any) -> Any:
     """A loss that takes a part of the parameters from the state around it."""
     state = new(mesh)
-    return ya.train_step(lambda params, batch: loss_fn({**params, **state.params}, batch), TX)(state, BATCH)
+    loss = lambda params, batch: loss_fn({**params, **state.params}, batch)  # noqa: E731
+    return ya.train_step(loss, TX)(state, BATCH)
 
 
 def let_out(params: Any, batch: Any) -> Any:
@@ -271,67 +248,60 @@ class Attributes:
         self.x = x
 
 
-SILENT: dict[str, Any] = {
-    "TypeError: x of argument 1 requires a gradient, and a step has gradients of the state's params alone": (
-        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh), {"x": torch.ones(4, 4, requires_grad=True)})
+SILENT: dict[str, Case] = {
+    "TypeError: x of argument 1 requires a gradient, and a step has gradients of the state's params alone": stepping(
+        {"x": torch.ones(4, 4, requires_grad=True)}
     ),
-    "TypeError: shard_batch: the batch is a Attributes, of which every one would get all rows": (
-        lambda mesh: ya.shard_batch(Attributes(torch.ones(4, 4)), mesh)
+    "TypeError: shard_batch: the batch is a Attributes, of which every one would get all rows": cutting(
+        Attributes(ROWS)
     ),
-    "TypeError: microbatches: rows of argument 1 is a Attributes, of which every one would get all rows": (
-        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"rows": Attributes(torch.ones(4, 4))})
+    "TypeError: microbatches: rows of argument 1 is a Attributes, of which every one would get all rows": stepping(
+        {"rows": Attributes(ROWS)}, microbatches=2
     ),
     "ValueError: layers[0]: the block keeps a weight (4, 4), and the loss uses it afterwards, when its memory": (
-        lambda mesh: ya.train_step(let_out, TX, schedule=ya.schedules.zero3(remat="all"))(new(mesh), BATCH)
+        stepping(loss=let_out, schedule=ya.schedules.zero3(remat="all"))
     ),
     "ValueError: layers[0]: the loss uses params of the state that this step trains, but not those that it": by_closure,
     "TypeError: shard_batch: the batch is a list of 4, of which every one would get all rows; give a tensor, whose": (
-        lambda mesh: ya.shard_batch([{"x": row} for row in torch.ones(4, 4)], mesh)
+        cutting([{"x": row} for row in ROWS])
     ),
-    "TypeError: shard_batch: the batch is a generator, of which every one would get all rows": (
-        lambda mesh: ya.shard_batch((row for row in torch.ones(4, 4)), mesh)
+    "TypeError: shard_batch: the batch is a generator, of which every one would get all rows": cutting(
+        row for row in ROWS
     ),
-    "TypeError: shard_batch: x is a range, of which every one": lambda mesh: ya.shard_batch({"x": range(4)}, mesh),
+    "TypeError: shard_batch: x is a range, of which every one": cutting({"x": range(4)}),
     "TypeError: argument 1 is a generator, of which each call of the loss takes more, and there are more calls": (
-        lambda mesh: ya.train_step(lambda params, batch: loss_fn(params, next(batch)), TX)(
-            new(mesh), (BATCH for _ in range(9))
-        )
+        lambda mesh: stepping((BATCH for _ in range(9)), lambda params, batch: loss_fn(params, next(batch)))(mesh)
     ),
-    "RuntimeError: layers[0]: the block writes into its weights in place; work": (
-        lambda mesh: in_block(mesh, lambda weight: weight.data.mul_(0.5))
+    "RuntimeError: layers[0]: the block writes into its weights in place; work": in_block(
+        lambda weight: weight.data.mul_(0.5)
     ),
-    "RuntimeError: layers[0]: the block writes into its weights in place; work on a copy": (
-        lambda mesh: in_block(mesh, clamped)
-    ),
+    "RuntimeError: layers[0]: the block writes into its weights in place; work on a copy": in_block(clamped),
     "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
-    "(all_reduce), through which": lambda mesh: ya.train_step(reduced_by_torch, TX)(new(mesh), BATCH),
+    "(all_reduce), through which": stepping(loss=reduced_by_torch),
     "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
-    "(all_gather), through which": lambda mesh: ya.train_step(gathered_by_torch, TX)(new(mesh), BATCH),
+    "(all_gather), through which": stepping(loss=gathered_by_torch),
     "RuntimeError: the loss, or a block, gives a tensor with a gradient to a collective of torch.distributed "
-    "(c10d::allreduce_), through which": reduced_in_block,
+    "(c10d::allreduce_), through which": stepping(loss=of_block(reduced_in_block)),
     "RuntimeError: a torch.amp.GradScaler scales the loss, and no optimizer here would unscale its gradients": (
-        lambda mesh: ya.train_step(lambda params, batch: SCALER.scale(loss_fn(params, batch).total), TX)(
-            new(mesh), BATCH
-        )
+        without_a_graph(lambda mean: SCALER.scale(mean.total))
     ),
-    "RuntimeError: the loss writes into the leaves of its parameters in place": lambda mesh: ya.train_step(
-        lambda params, batch: shrunk(params, lambda leaf: leaf.mul_(0.5), batch), TX
-    )(new(mesh), BATCH),
-    "RuntimeError: the loss writes into the leaves of its parameters in place, while": lambda mesh: ya.train_step(
-        lambda params, batch: shrunk(params, lambda leaf: leaf.data.mul_(0.5), batch), TX
-    )(new(mesh), BATCH),
-    "ValueError: the loss depends on a torch.nn.Parameter (1, 1) that is none of its arguments": beside_a_module,
-    "ValueError: the loss depends on a torch.nn.Parameter (3,) that is none of its arguments": (
-        lambda mesh: ya.train_step(before_visits(torch.nn.Parameter(torch.ones(3))), TX)(new(mesh), BATCH)
+    "RuntimeError: the loss writes into the leaves of its parameters in place": shrinking(lambda leaf: leaf.mul_(0.5)),
+    "RuntimeError: the loss writes into the leaves of its parameters in place, while": shrinking(
+        lambda leaf: leaf.data.mul_(0.5)
+    ),
+    "ValueError: the loss depends on a torch.nn.Parameter (1, 1) that is none of its arguments": without_a_graph(
+        lambda mean: HEAD(mean.total[None]).sum()
+    ),
+    "ValueError: the loss depends on a torch.nn.Parameter (3,) that is none of its arguments": stepping(
+        loss=before_visits(torch.nn.Parameter(torch.ones(3)))
     ),
     "ValueError: 0.bias: requires_grad was True when ya.functionalize read it, and is not any more": frozen_too_late,
     "TypeError: shard_batch: the batch is a UserDict, of which every one would get all rows; give a tensor, whose rows "
-    "are split, or a dict": lambda mesh: ya.shard_batch(UserDict(BATCH), mesh),
-    "TypeError: microbatches: argument 1 is a Rows, of which every": (
-        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), Rows(torch.ones(4, 4)))
-    ),
-    "TypeError: shard_batch: the batch is a Around, of which every": (
-        lambda mesh: ya.shard_batch(Around({"rows": Rows(torch.ones(4, 4))}), mesh)
+    "are split, or a dict": cutting(UserDict(BATCH)),
+    "TypeError: microbatches: argument 1 is a Rows, of which every": stepping(Rows(ROWS), microbatches=2),
+    "TypeError: shard_batch: the batch is a Around, of which every": cutting(Around({"rows": Rows(ROWS)})),
+    "ValueError: the loss does not depend on the differentiated arguments": stepping(
+        loss=lambda params, batch: NET(batch["x"]).square().mean()
     ),
     "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew": (
         without_a_graph(lambda mean: mean.total.detach().requires_grad_())
@@ -339,53 +309,61 @@ SILENT: dict[str, Any] = {
     "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew (.item(),": (
         without_a_graph(lambda mean: torch.tensor(mean.total.item(), requires_grad=True))
     ),
-    "TypeError: x of argument 1 was made on the meta device, where it has no values": (
-        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh), {"x": torch.ones(4, 4, device="meta")})[1]
+    "TypeError: x of argument 1 was made on the meta device, where it has no values": stepping(
+        {"x": torch.ones(4, 4, device="meta")}
     ),
     "TypeError: x of argument 1 was made on the meta device, where it has no values, or": made_under_inference_mode,
     "TypeError: scan(f, carry, xs): the carry is the stack layers: layers are xs": (
         lambda mesh: ya.scan(lambda x, w: (x, None), new(mesh).params["layers"], torch.ones(2, 4))
     ),
     "TypeError: shard_batch: x is a list of 4, of which every one would get all rows; give a tensor, whose rows are": (
-        lambda mesh: ya.shard_batch({"x": [1.0, 2.0, 3.0, 4.0]}, mesh)
+        cutting({"x": [1.0, 2.0, 3.0, 4.0]})
     ),
-    "TypeError: shard_batch: text is a list of 2, of which every one": (
-        lambda mesh: ya.shard_batch({"x": torch.ones(2, 4), "text": ["a", "b"]}, mesh)
+    "TypeError: shard_batch: text is a list of 2, of which every one": cutting({"x": ROWS[:2], "text": ["a", "b"]}),
+    "TypeError: microbatches: x of argument 1 is a list of 2, of which every one": stepping(
+        {"x": [[1.0] * 4, [2.0] * 4]}, microbatches=2
     ),
-    "TypeError: microbatches: x of argument 1 is a list of 2, of which every one": (
-        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"x": [[1.0] * 4, [2.0] * 4]})
+    "TypeError: microbatches: x of argument 1 is a NumPy array of shape (4, 4), of which every one would get": stepping(
+        {"x": ROWS.numpy()}, microbatches=2
     ),
     "ValueError: shard_batch: these are a rank's own rows already": (
-        lambda mesh: ya.shard_batch(ya.shard_batch({"x": torch.ones(4, 4)}, mesh), mesh)
+        lambda mesh: ya.shard_batch(ya.shard_batch(BATCH, mesh), mesh)
     ),
     "ValueError: shard_batch: rows differ: classes has 8, x has 4. Shard batches of different sizes one by one": (
-        lambda mesh: ya.shard_batch({"x": torch.ones(4, 4), "classes": torch.ones(8)}, mesh)
+        cutting({"x": ROWS, "classes": torch.ones(8)})
     ),
     "TypeError: global_norm of a state would count the optimizer's moments; give its parameters: state.params": (
         lambda mesh: ya.global_norm(new(mesh))
     ),
     "TypeError: vdot of a state would count the optimizer's moments": lambda mesh: ya.vdot(new(mesh), new(mesh)),
     "TypeError: Stacked 'layers' has a list of 2 trees alike. Layers are stacked, leaf by leaf: ya.Param((layers,": (
-        lambda mesh: ya.init({"layers": ya.Stacked([{"w": ya.Param((4, 4))}, {"w": ya.Param((4, 4))}])}, mesh=mesh)
+        making({"layers": ya.Stacked([{"w": ya.Param((4, 4))}, {"w": ya.Param((4, 4))}])})
     ),
-    "TypeError: seed=None: expected an integer, the same on every rank": (
-        lambda mesh: ya.init(PARAMS, TX, mesh=mesh, seed=None)  # type: ignore[arg-type]
-    ),
+    "TypeError: seed=None: expected an integer, the same on every rank": making(seed=None),
     "RuntimeError: layers: these are parameters of a state that was donated": of_old_leaves,
     "RuntimeError: step.program(state): no step of this function has run on a state of this kind yet; step.lower": (
         lambda mesh: ya.train_step(loss_fn, TX).program(new(mesh))
     ),
-    "ValueError: microbatches=True: expected an integer >= 1": (
-        lambda mesh: ya.train_step(loss_fn, TX, microbatches=True)
-    ),
+    "ValueError: microbatches=True: expected an integer >= 1": stepping(microbatches=True),
 }
 
-UNCLEAR: dict[str, Any] = {
-    "TypeError: shard_batch: x is a nested tensor, whose rows neither ranks nor microbatches can share": (
-        lambda mesh: ya.shard_batch({"x": RAGGED}, mesh)
+UNCLEAR: dict[str, Case] = {
+    "TypeError: shard_batch: x is a nested tensor, whose rows neither ranks nor microbatches can share": cutting(
+        {"x": RAGGED}
     ),
-    "TypeError: x of argument 1 is a nested tensor, whose rows neither": (
-        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh), {"x": RAGGED})
+    "TypeError: x of argument 1 is a nested tensor, whose rows neither": stepping({"x": RAGGED}),
+    "TypeError: params: expected a Param, a tensor or a Lazy leaf, got Linear; an nn.Module becomes parameters by ya": (
+        lambda mesh: ya.shard(NET, TX, mesh=mesh)
+    ),
+    "TypeError: mesh: its axes have no names; make it by ya.mesh()": (
+        lambda mesh: making()(init_device_mesh("cpu", (mesh.size(),)))
+    ),
+    "TypeError: checkpoint.save: expected a folder and a state, got a dict for the state": (
+        lambda mesh: ya.checkpoint.save("folder", new(mesh).params)
+    ),
+    "TypeError: Param(64, ...): expected a shape, such as Param((64, 8))": lambda mesh: ya.Param(64, 32),
+    "TypeError: learning_rate='1e-3': expected a number, or a function of the count": (
+        lambda mesh: ya.optim.adamw("1e-3")
     ),
     "TypeError: mesh(dp=...): it is here shard=": lambda mesh: ya.mesh(device="cpu", dp=mesh.size()),
     "TypeError: mesh(pp=...): it is here stage=": lambda mesh: ya.mesh(device="cpu", pp=mesh.size()),
@@ -404,8 +382,8 @@ UNCLEAR: dict[str, Any] = {
     "TypeError: train_step(optimizer=...): it is here tx=": (
         lambda mesh: ya.train_step(loss_fn, optimizer=TX)  # type: ignore[call-arg]
     ),
-    "TypeError: train_step(gradient_accumulation_steps=...): it is here microbatches=": (
-        lambda mesh: ya.train_step(loss_fn, TX, gradient_accumulation_steps=4)  # type: ignore[call-arg]
+    "TypeError: train_step(gradient_accumulation_steps=...): it is here microbatches=": stepping(
+        gradient_accumulation_steps=4
     ),
     "AttributeError: 'ShardedState' object has no attribute 'cuda'; it is here: ya.mesh(), which": (
         lambda mesh: new(mesh).cuda()
@@ -418,8 +396,8 @@ UNCLEAR: dict[str, Any] = {
     "ya.map_whole_layers; ya.unshard makes whole tensors of it; it is here: ya.grad(loss_fn)(state.params, batch)": (
         lambda mesh: torch.nn.utils.clip_grad_norm_(new(mesh).params.values(), 1.0)
     ),
-    "ValueError: microbatches: x of argument 1 has 3 rows, not a multiple of 2 microbatches; leave such a": (
-        lambda mesh: ya.train_step(loss_fn, TX, microbatches=2)(new(mesh), {"x": torch.ones(3, 4)})
+    "ValueError: microbatches: x of argument 1 has 3 rows, not a multiple of 2 microbatches; leave such a": stepping(
+        {"x": ROWS[:3]}, microbatches=2
     ),
     "TypeError: frozen(tree, 'bf16'): expected a floating dtype, such as torch.bfloat16": (
         lambda mesh: ya.frozen(PARAMS, "bf16")  # type: ignore[arg-type]
@@ -441,8 +419,8 @@ UNCLEAR: dict[str, Any] = {
     "AttributeError: 'Functionalized' object has no attribute 'eval'; it is here: _, answer = ya.functionalize(": (
         in_eval_mode
     ),
-    "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": (
-        lambda mesh: ya.init(PARAMS, TX, mesh=mesh, precision="bf16")
+    "TypeError: precision='bf16': expected dtypes, such as ya.Precision(compute=torch.bfloat16)": making(
+        precision="bf16"
     ),
     "TypeError: a differentiated argument has a leaf torch.int32 (); expected floating-point tensors: "
     "of a state its params (state.params)": lambda mesh: ya.grad(loss_fn)(new(mesh), BATCH),
@@ -450,17 +428,17 @@ UNCLEAR: dict[str, Any] = {
         lambda mesh: ya.grad(loss_fn)(PARAMS, BATCH)
     ),
     "TypeError: train_step takes a ShardedState or a PlainState, got dict: step(state, batch), with the state itself": (
-        lambda mesh: ya.train_step(loss_fn, TX)(new(mesh).params, BATCH)
+        lambda mesh: taken(new(mesh).params, TX)
     ),
     "TypeError: expected a GradientTransformation or a pair of functions (init, update), got <function adamw": (
-        lambda mesh: ya.init(PARAMS, ya.optim.adamw, mesh=mesh)
+        making(tx=ya.optim.adamw)
     ),
     "TypeError: schedule: expected a function from a trace to a program, or a Program, got 'zero2'; calls make "
-    "them: schedule=ya.schedules.zero3()": lambda mesh: ya.train_step(loss_fn, TX, schedule="zero2"),
+    "them: schedule=ya.schedules.zero3()": stepping(schedule="zero2"),
     "TypeError: schedule: expected a function from a trace to a program, or a Program, got None; calls make "
-    "them: schedule=ya.schedules.zero3()": lambda mesh: ya.train_step(loss_fn, TX, schedule=None),
-    "TypeError: head.out.0: expected a Param, a tensor or a Lazy leaf, got int; a shape alone is no parameter": (
-        lambda mesh: ya.init({"head": ya.Unit({"out": (16, 8)})}, TX, mesh=mesh)
+    "them: schedule=ya.schedules.zero3()": stepping(schedule=None),
+    "TypeError: head.out.0: expected a Param, a tensor or a Lazy leaf, got int; a shape alone is no parameter": making(
+        {"head": ya.Unit({"out": (16, 8)})}
     ),
     "TypeError: like= is missing, or no state: a checkpoint is read into a state of this mesh": (
         lambda mesh: ya.checkpoint.load("folder", like=new(mesh).params)

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.nn.functional import linear, logsigmoid, scaled_dot_product_attention, silu
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare, plain
+from tests.harness.marks import nightly
+from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.recipes import FOLDER, recipe
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "tiny")
 PAGE = (FOLDER.parent / "recipes.md").read_text()
-WIDE = ya.Precision(*[torch.float64] * 3)
+WIDE = ya.Precision(torch.float64)
 TX = ya.optim.sgd(0.1)
 
 
@@ -29,7 +30,7 @@ def double(tree: Any) -> Any:
 
 
 def whole(abstract: Any, seed: int = 0) -> Any:
-    return double(ya.params.without_markers(plain(abstract, seed)))
+    return double(ya.materialize(abstract, seed=seed))
 
 
 def init(params: Any, mesh: Any, **options: Any) -> Any:
@@ -46,19 +47,12 @@ def test_the_page_lists_all_and_each_is_short() -> None:
 # ---- a loss and its gradients, against the same loss on plain tensors
 
 
-nightly = pytest.mark.nightly
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("ring_attention", marks=nightly),
         "expert_parallel",
-        *(
-            pytest.param(name, marks=nightly)
-            for name in ("tensor_parallel", "unet", "encoder_decoder", "gated_linear_attention")
-        ),
+        *map(nightly, ("ring_attention", "tensor_parallel", "unet", "encoder_decoder", "gated_linear_attention")),
     ],
 )
 def test_it_is_exact(_: Any, name: str) -> None:
@@ -70,8 +64,8 @@ def test_it_is_exact(_: Any, name: str) -> None:
     expected = ya.value_and_grad(of.loss_fn)(whole(of.PARAMS), batch)
     function = ya.value_and_grad(of.loss_fn, **options)
     for call in ("first", "by the program"):
-        value, grads = function(state.params, ya.shard_batch(batch, mesh, split=getattr(of, "SPLIT", None)))
-        compare((value, ya.unshard(grads)), expected, 1e-11, f"{name}, {call}")
+        found = function(state.params, ya.shard_batch(batch, mesh, split=getattr(of, "SPLIT", None)))
+        compare(found, expected, 1e-11, f"{name}, {call}")
 
 
 def test_ring_attention_is_attention() -> None:
@@ -107,7 +101,7 @@ def own(batch: Any, mesh: Any) -> Any:
 def distillation(mesh: Any) -> None:
     of = recipe("distillation")
     teacher, student = init(of.TEACHER, mesh, seed=1), init(of.PARAMS, mesh)
-    value, grads = ya.value_and_grad(of.distil(teacher.params))(student.params, own(of.batch(0), mesh))
+    found = ya.value_and_grad(of.distil(teacher.params))(student.params, own(of.batch(0), mesh))
     llama, tokens = recipe("tiny").llama, of.batch(0)["tokens"]
     soft = (llama.logits(recipe("tiny").LLAMA, whole(of.TEACHER, 1), tokens) / 2).softmax(-1)
 
@@ -115,7 +109,7 @@ def distillation(mesh: Any) -> None:
         student = (llama.logits(of.STUDENT, params, tokens) / 2).log_softmax(-1)
         return 4 * (soft * (soft.log() - student)).sum(-1).mean()
 
-    compare((value, ya.unshard(grads)), ya.value_and_grad(in_words)(whole(of.PARAMS)), 1e-11, "the student")
+    compare(found, ya.value_and_grad(in_words)(whole(of.PARAMS)), 1e-11, "the student")
 
 
 def dpo(mesh: Any) -> None:
@@ -137,7 +131,7 @@ def dpo(mesh: Any) -> None:
         chosen, rejected, first_chosen, first_rejected = of_model
         return -logsigmoid(beta * ((chosen - first_chosen) - (rejected - first_rejected))).mean()
 
-    compare((value, ya.unshard(grads)), ya.value_and_grad(in_words)(whole(of.PARAMS), batch), 1e-11, "the policy")
+    compare((value, grads), ya.value_and_grad(in_words)(whole(of.PARAMS), batch), 1e-11, "the policy")
 
 
 def gan(mesh: Any) -> None:
@@ -149,8 +143,8 @@ def gan(mesh: Any) -> None:
     for number in range(3):
         g, c = of.round_of(g, c, steps, own(of.batch(number), mesh))
         plain_g, plain_c = of.round_of(plain_g, plain_c, steps, double(of.batch(number)))
-    compare(ya.unshard(g), plain_g.params, 1e-11, "the generator")
-    compare(ya.unshard(c), plain_c.params, 1e-11, "the critic")
+    compare(g, plain_g.params, 1e-11, "the generator")
+    compare(c, plain_c.params, 1e-11, "the critic")
 
 
 def diloco(mesh: Any) -> None:
@@ -180,7 +174,7 @@ def diloco(mesh: Any) -> None:
         slope = optree.tree_map(lambda a, b: (a + b) / 2, *moved)
         momentum = optree.tree_map(lambda m, g: 0.9 * m + g, momentum, slope)
         at = optree.tree_map(lambda w, m, g: w - 0.7 * (0.9 * m + g), at, momentum, slope)
-        compare(ya.unshard(state), at, 1e-11, f"round {number}")
+        compare(state, at, 1e-11, f"round {number}")
 
 
 def grpo(mesh: Any) -> None:
@@ -217,9 +211,7 @@ def grpo(mesh: Any) -> None:
         torch.testing.assert_close(weight, module.get_parameter(name).detach(), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "check", [gan, *(pytest.param(each, marks=nightly) for each in (distillation, dpo, diloco, grpo))]
-)
+@pytest.mark.parametrize("check", [gan, *map(nightly, (distillation, dpo, diloco, grpo))])
 def test_both_are_exact(pools: Pools, check: Any) -> None:
     pools[2].run(check)
 
@@ -230,7 +222,7 @@ def handed_out(mesh: Any, path: str) -> None:
     of.publish(ya.shard(params, mesh=mesh).params, path, mesh.get_rank() == 0)
 
 
-@nightly
+@pytest.mark.nightly
 def test_the_generator_reads_the_weights_of_the_trainer(pools: Pools, tmp_path: Path) -> None:
     pools[2].run(handed_out, str(tmp_path / "weights"))
     of, engine = recipe("generator"), recipe("grpo").made()
@@ -262,7 +254,7 @@ def run(_: Any, name: str) -> Any:
     return recipe(name).main()
 
 
-@nightly
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_it_runs_as_it_stands_and_learns(pools: Pools, name: str) -> None:
     found = pools[2].run(run, name)

@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.oracle import batch_of, compare, joined, noting, plain
+from tests.harness.oracle import batch_of, compare, joined, noting, plain, whole
 from tests.harness.pool import Pools
 from tests.harness.problems import (
     PROBLEMS,
@@ -160,18 +160,13 @@ def number(result: Tree, u: Tree) -> Tensor:
     return result.sum() if isinstance(result, Tensor) else ya.vdot(result, u)
 
 
-def whole(result: Tree) -> Tree:
-    return [whole(part) for part in result] if isinstance(result, list) else ya.unshard(result)
-
-
 # ---- problems, sharded and plain
 
 
 def abstract(name: str) -> Tree:
     """As dictionaries, since torch's pytrees take None for a leaf."""
     if name == "tied":
-        base = base_params(2)
-        return {"embed": base.embed, "layers": base.layers, "head": {"scale": param(E)}}
+        return abstract("base") | {"head": {"scale": param(E)}}
     given = PROBLEMS[name].params(1 if name == "stacks" else 2)  # of two stacks the second is a layer longer
     return {key: value for key, value in given._asdict().items() if value is not None}
 
@@ -227,10 +222,7 @@ class Plain:
 
     def __init__(self, name: str, ranks: int, kind: str = "") -> None:
         marked = optree.tree_map(Tensor.double, plain(abstract(name)))
-        self.given = (
-            ya.params.without_markers(marked),
-            *(ya.params.without_markers(ya.normal_like(seed, marked)) for seed in (1, 2)),
-        )
+        self.given = tuple(map(whole, (marked, ya.normal_like(1, marked), ya.normal_like(2, marked))))
         batches, weighted = [batch_of(rank) for rank in range(ranks)], kind == "uneven"
         within = {"dropout": seeded_for, "dropout in a step": counted_for}.get(kind)
         draws = [] if within is None else [within(rank) for rank in range(ranks)]
@@ -297,12 +289,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("world", "name", "kind"),
     [
-        pytest.param(
-            world,
-            *CASES[case],
-            id=f"{case}-{world}",
-            marks=[pytest.mark.nightly] * (case not in ("two stacks", "dropout")),
-        )
+        (pytest.param if case in ("two stacks", "dropout") else nightly)(world, *CASES[case], id=f"{case}-{world}")
         for world in (1, 2)
         for case in CASES
     ],
@@ -328,10 +315,10 @@ def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
     found: list[dict[str, Tree]] = [{}, {}]
     for transform, of in TRANSFORMS.items():
         loss, traces = of_step(f, u, v, of), list[Trace]()
-        first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat=ya.schedules.remat.none), traces))
+        first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat="none"), traces))
         found[0][transform] = outcome(lambda step=first: [step(p), step(p)][1])  # recorded, then by the program
         if traces:
-            second = ya.grad(loss, schedule=ya.schedules.zero3(remat=ya.schedules.remat.all)(traces[0]))
+            second = ya.grad(loss, schedule=ya.schedules.zero3(remat="all")(traces[0]))
             found[1][transform] = outcome(lambda step=second: step(p))
         else:
             found[1][transform] = found[0][transform]
@@ -384,7 +371,7 @@ COSTS: dict[str, Callable[[Function, Tree, Tree], object]] = {
 def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
     """Gathers, reductions, and runs of the block."""
     found = {}
-    base, runs = base_params(layers), 0
+    runs = 0
 
     def counted(x: Tensor, w: Layer) -> tuple[Tensor, None]:
         nonlocal runs
@@ -396,7 +383,7 @@ def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
         x, _ = ya.scan(counted, x, p["layers"])
         return ya.apply(head, p["head"], x, batch_of(mesh.get_rank())["targets"]).total / 10
 
-    abstract = {"embed": base.embed, "layers": base.layers, "head": base.head}
+    abstract = {key: value for key, value in base_params(layers)._asdict().items() if value is not None}
     p = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
     for name, run in COSTS.items():
         runs = 0

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare, joined, plain
+from tests.harness.oracle import compare, joined, plain, whole
 from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import assert_equal, batch, block, embed, loss, model, one_rank
@@ -55,22 +55,22 @@ def trained(oracle: Plain, loss: Any, tx: Any = TX, state: Any = None) -> list[y
 
 
 def close(got: Any, expected: Any, what: str, tolerance: float = CLOSE) -> None:
-    compare(ya.unshard(got), expected, tolerance, what)
+    compare(got, expected, tolerance, what)
 
 
 def loss_of(names: Names, tree: Any, oracle: Plain) -> Tensor:
     """On the last batch, as the page's `evaluate` has it."""
-    return names["loss_fn"](ya.params.without_markers(tree), oracle.batches[-1]).detach()
+    return names["loss_fn"](whole(tree), oracle.batches[-1]).detach()
 
 
 # ---- what each section should give
 
 
 def without_an_optimizer(names: Names, oracle: Plain) -> None:
-    teacher = plain(model(5), seed=1)
+    teacher = ya.materialize(model(5), seed=1)
     close(names["teacher"], teacher, "the teacher", 0)
     close(names["teacher_loss"], loss_of(names, teacher, oracle), "its loss")
-    answers = names["logits"](ya.params.without_markers(teacher), names["batch"]["tokens"]).argmax(-1)
+    answers = names["logits"](teacher, names["batch"]["tokens"]).argmax(-1)
     assert torch.equal(names["answers"], answers) and not names["answers"].requires_grad
     step = ya.train_step(names["loss_fn"], TX)
     student, _ = step(names["student"], names["batch"])
@@ -85,8 +85,8 @@ def a_moving_average(names: Names, oracle: Plain) -> None:
     close(names["average"], average, "the average")
     close(names["average_loss"], loss_of(names, average, oracle), "its loss")
     saved = ya.checkpoint.load_params(names["folder"], like=ya.init(model(), mesh=names["mesh"]))
-    close(saved, ya.unshard(names["average"]), "what was saved", 0)
-    close(ya.shard(names["average"]), ya.unshard(names["average"]), "a state of it", 0)
+    close(saved, names["average"], "what was saved", 0)
+    close(ya.shard(names["average"]), names["average"], "a state of it", 0)
 
 
 def averages_of_checkpoints_soups(names: Names, oracle: Plain) -> None:
@@ -106,7 +106,7 @@ def averages_of_checkpoints_soups(names: Names, oracle: Plain) -> None:
 
 
 def distillation(names: Names, oracle: Plain) -> None:
-    teacher = ya.params.without_markers(plain(model(5), seed=1))
+    teacher = ya.materialize(model(5), seed=1)
 
     def distil(params: Any, own: Any) -> Tensor:
         soft = names["logits"](teacher, own["tokens"]).softmax(-1)
@@ -120,7 +120,7 @@ def a_step_inside_a_step(names: Names, oracle: Plain) -> None:
     loss, spec = names["loss_fn"], optree.tree_structure(oracle.state.params)
 
     def on(leaves: Any, own: Any) -> Tensor:
-        return loss(ya.params.without_markers(optree.tree_unflatten(spec, leaves)), own)
+        return loss(whole(optree.tree_unflatten(spec, leaves)), own)
 
     state = oracle.state
     for own in oracle.batches:
@@ -132,35 +132,28 @@ def a_step_inside_a_step(names: Names, oracle: Plain) -> None:
 
 
 def layer_by_layer(names: Names, oracle: Plain) -> None:
-    layers, teacher = (
-        ya.params.without_markers(oracle.state.params).layers,
-        ya.params.without_markers(plain(model(), seed=1)),
-    )
+    params, teacher = whole(oracle.state.params), ya.materialize(model(), seed=1)
     bound = {}
-    for name, leaf in layers.items():
+    for name, leaf in params.layers.items():
         norms = leaf.flatten(1).square().sum(1).sqrt()
         torch.testing.assert_close(names["before"][name], norms, rtol=CLOSE, atol=0)
         largest = torch.linalg.svdvals(leaf)[:, 0].clamp(min=1) if leaf.ndim > 2 else torch.ones(len(leaf))
         bound[name] = leaf / largest.view(-1, *[1] * (leaf.ndim - 1))
         moved = (bound[name] - teacher.layers[name]).flatten(1).square().sum(1).sqrt()
         torch.testing.assert_close(names["distance"][name], moved, rtol=CLOSE, atol=0)
-    close(names["state"], ya.params.without_markers(oracle.state.params)._replace(layers=bound), "bounded layers")
-    assert not torch.equal(bound["up"], layers["up"])
+    close(names["state"], params._replace(layers=bound), "bounded layers")
+    assert not torch.equal(bound["up"], params.layers["up"])
 
 
 def on_the_line_between_two_models(names: Names, oracle: Plain) -> None:
-    one, two = (ya.params.without_markers(plain(model(), seed=seed)) for seed in (1, 2))
+    trees = [ya.materialize(model(), seed=1), ya.materialize(model(), seed=2), whole(oracle.state.params)]
+    one, two, three = trees
     for t, got in zip((0, 0.25, 0.5, 0.75, 1), names["line"], strict=True):
         at = optree.tree_map(lambda a, b, t=t: (1 - t) * a + t * b, one, two)
         close(got, loss_of(names, at, oracle), f"the loss at {t}")
-    flat = [
-        torch.cat([leaf.flatten() for leaf in optree.tree_leaves(ya.params.without_markers(tree))])
-        for tree in (one, two, oracle.state.params)
-    ]
-    first, second = flat[1] - flat[0], flat[2] - flat[0]
-    expected = torch.nn.functional.cosine_similarity(first, second, dim=0)
-    torch.testing.assert_close(names["cosine"], expected, rtol=CLOSE, atol=0)
-    both = optree.tree_map(lambda a, b, c: (b + c) / 2, one, two, ya.params.without_markers(oracle.state.params))
+    origin, first, second = (torch.cat([leaf.flatten() for leaf in optree.tree_leaves(tree)]) for tree in trees)
+    close(names["cosine"], torch.nn.functional.cosine_similarity(first - origin, second - origin, dim=0), "the cosine")
+    both = mean_of(two, three)
     close(names["both"], both, "both tasks")
     close(names["both_loss"], loss_of(names, both, oracle), "its loss")
 
@@ -203,12 +196,12 @@ def runs(mesh: Any, heading: str, folder: str) -> None:
     state, snapshots = ya.init(model(), TX, mesh=mesh), []
     expected = ya.PlainState.create(model(), TX)
     step, first = ya.train_step(names["loss_fn"], TX), None
-    for number, own in enumerate(each[:3]):
+    for own in each[:3]:
         state, _ = step(state, own[rank])
         expected, _ = step(expected, joined(own))
         first = first or (state.copy(), expected)
         snapshots.append(expected.params)
-        if number < 3 and "soup" in heading:
+        if "soup" in heading:
             ya.checkpoint.save(names["folder"], state)
     assert first is not None
     names |= {"state": first[0], "teacher": ya.init(model(5 if heading == "Distillation" else 3), mesh=mesh, seed=1)}
@@ -233,9 +226,7 @@ def in_the_loss(params: Any, own: Any) -> Tensor:
     with torch.no_grad():
         soft = apart(own["teacher"], own["tokens"]).softmax(-1)
     entropy = torch.nn.functional.cross_entropy(apart(params, own["tokens"]).flatten(0, 1), soft.flatten(0, 1))
-    difference = optree.tree_map(
-        torch.sub, ya.params.without_markers(params), ya.params.without_markers(own["teacher"])
-    )
+    difference = optree.tree_map(torch.sub, *map(ya.params.without_markers, (params, own["teacher"])))
     return entropy + 0.1 * ya.vdot(difference, difference)
 
 
@@ -250,26 +241,22 @@ def apart(params: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_second_state_inside_of_a_step_is_exact(mesh: Any, inside: bool) -> None:
     """The teacher is the average of the student so far. inside: with updates in the program, and microbatches"""
-    rank, ranks, wide = mesh.get_local_rank(), mesh.size(), ya.Precision(*[torch.float64] * 3)
+    rank, ranks, wide = mesh.get_local_rank(), mesh.size(), ya.Precision(torch.float64)
     state = ya.init(model(), TX, mesh=mesh, precision=wide)
     expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), TX)
     teacher = ya.init(model(), mesh=mesh, seed=1, precision=wide).params
-    plain_teacher = ya.params.without_markers(optree.tree_map(torch.Tensor.double, plain(model(), seed=1)))
-    schedule = ya.schedules.zero3(update=inside, remat=ya.schedules.remat.all if inside else "none")
+    plain_teacher = optree.tree_map(torch.Tensor.double, ya.materialize(model(), seed=1))
+    schedule = ya.schedules.zero3(update=inside, remat="all" if inside else "none")
     step = ya.train_step(in_the_loss, TX, schedule=schedule, microbatches=2 if inside else 1)
     oracle = ya.train_step(in_the_loss, TX)
     for number in range(4):
         each = [batch(ranks * number + r) for r in range(ranks)]
         state, _ = step(state, each[rank] | {"teacher": teacher})
-        whole = joined(each)
         # the plain step has one microbatch: a plain teacher would be cut along with the batch
-        expected, _ = oracle(expected, whole | {"teacher": plain_teacher})
-        teacher = optree.tree_map(lambda a, p: a.lerp(p, 0.5), teacher, state.params)
-        plain_teacher = optree.tree_map(
-            lambda a, p: a.lerp(p, 0.5), plain_teacher, ya.params.without_markers(expected.params)
-        )
-    compare(ya.unshard(state), expected.params, 1e-12, "the student")
-    compare(ya.unshard(teacher), plain_teacher, 1e-12, "the teacher")
+        expected, _ = oracle(expected, joined(each) | {"teacher": plain_teacher})
+        teacher, plain_teacher = mean_of(teacher, state.params), mean_of(plain_teacher, whole(expected.params))
+    compare(state, expected.params, 1e-12, "the student")
+    compare(teacher, plain_teacher, 1e-12, "the teacher")
 
 
 # ---- what one would try
@@ -281,9 +268,9 @@ def test_weights_of_another_state_are_copied_into_the_place_of_ones_own() -> Non
     with pytest.raises(ValueError, match=r"'head' is of another state than 'embed': .*copy them into its place"):
         evaluate(mixed, batch())
     head = optree.tree_map(lambda own, other: other.clone(), one.params.head, two.params.head)
-    whole = ya.unshard(one)._replace(head=ya.unshard(two).head)
-    got = evaluate(one.params._replace(head=head), batch())["loss"]
-    torch.testing.assert_close(got, evaluate(whole, batch())["loss"], rtol=1e-6, atol=0)
+    other = ya.unshard(one)._replace(head=ya.unshard(two).head)
+    got, expected = (evaluate(tree, batch())["loss"] for tree in (one.params._replace(head=head), other))
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
 
 
 def test_a_deep_copy_is_a_state_of_its_own() -> None:

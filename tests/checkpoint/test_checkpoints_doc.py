@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from tests.checkpoint.test_resharding import Pools
+from tests.harness.pool import Pools
 
 PAGE = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
 

@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 import yafsdp_fn as ya
-from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
+from tests.checkpoint.test_resharding import fresh, same, stepped, whole
 from tests.harness.damage import byte_damage, json_damage
-from tests.harness.pool import on_ranks
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint import CheckpointError
 from yafsdp_fn.checkpoint.content import MANIFEST
 from yafsdp_fn.checkpoint.folder import SUMS, AllRanks, Damaged, verify, write
 
@@ -32,11 +33,11 @@ FIRST = "rank-00000.safetensors"
 
 
 def saved(mesh: Any, directory: Path) -> Path:
-    return checkpoint.save(directory, stepped(ya.init(net(), TX, mesh=mesh), 1), {"position": 17})
+    return checkpoint.save(directory, stepped(fresh(mesh), 1), {"position": 17})
 
 
 def load(mesh: Any, directory: Path) -> tuple[ya.ShardedState, dict[str, Any]]:
-    return checkpoint.load(directory, ya.init(net(), TX, mesh=mesh, seed=1), step=1)
+    return checkpoint.load(directory, fresh(mesh, seed=1), step=1)
 
 
 def flip(file: Path, bit: int) -> None:
@@ -84,7 +85,7 @@ def test_a_pickle_is_never_opened_as_one(mesh: Any, tmp_path: Path) -> None:
             load(mesh, tmp_path)
         resummed(folder)
         if name.endswith(".safetensors"):
-            with pytest.raises(checkpoint.CheckpointError, match=r"rank-00009\.safetensors cannot be read"):
+            with pytest.raises(CheckpointError, match=r"rank-00009\.safetensors cannot be read"):
                 load(mesh, tmp_path)
         else:
             load(mesh, tmp_path)
@@ -92,12 +93,9 @@ def test_a_pickle_is_never_opened_as_one(mesh: Any, tmp_path: Path) -> None:
         resummed(folder)
     (folder / FIRST).write_bytes(text)
     resummed(folder)
-    for find in (
-        load,
-        lambda *given: checkpoint.load_params(tmp_path, ya.init(net(), ya.optim.identity(), mesh=mesh)),
-    ):
-        with pytest.raises(checkpoint.CheckpointError, match=rf"{FIRST} cannot be read"):
-            find(mesh, tmp_path)
+    for find in (checkpoint.load, checkpoint.load_params):
+        with pytest.raises(CheckpointError, match=rf"{FIRST} cannot be read"):
+            find(tmp_path, fresh(mesh))
     assert not proof.exists()
 
 
@@ -107,7 +105,7 @@ def test_checkpoints_of_earlier_versions_are_refused_by_a_sentence(mesh: Any, tm
     facts = json.loads((folder / MANIFEST).read_text())
     (folder / MANIFEST).write_text(json.dumps({**facts, "format": 2}))
     resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=r"format 2, expected 3; go on with the version"):
+    with pytest.raises(CheckpointError, match=r"format 2, expected 3; go on with the version"):
         load(mesh, tmp_path)
 
 
@@ -164,7 +162,7 @@ def test_figures_and_names_are_checked_before_they_are_used(mesh: Any, tmp_path:
     change, text = EDITS[kind]
     change(folder / FIRST)
     resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=text) as caught:
+    with pytest.raises(CheckpointError, match=text) as caught:
         load(mesh, tmp_path)
     assert len(str(caught.value)) < 1000
 
@@ -175,7 +173,7 @@ def test_links_are_not_followed(mesh: Any, tmp_path: Path) -> None:
     outside = (folder / FIRST).rename(tmp_path / "outside")
     (folder / FIRST).symlink_to(outside)
     resummed(folder)
-    with pytest.raises(checkpoint.CheckpointError, match=rf"{FIRST} is missing"):
+    with pytest.raises(CheckpointError, match=rf"{FIRST} is missing"):
         verify(folder, AllRanks())
 
 
@@ -207,19 +205,17 @@ def fuzzed(mesh: Any, directory: Path, name: str, count: int) -> Counter[str]:
     good, outcomes, draw = whole(state), Counter[str](), random.Random(name)
     file = folder / name
     data = file.read_bytes()
-    begin = 8 + struct.unpack("<Q", data[:8])[0]  # of the numbers of a file of safetensors
-    others = [data, *(path.read_bytes() for path in folder.iterdir())]
+    begin = len(data) if name == MANIFEST else 8 + struct.unpack("<Q", data[:8])[0]  # of the numbers
+    others = [path.read_bytes() for path in folder.iterdir()]
     load(mesh, directory)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for number in range(count):
-        if name == "manifest.json":
-            file.write_bytes(changed(data, draw, others, of_json=True))
-        else:  # numbers that have changed are other numbers, with digests made anew
-            file.write_bytes(changed(data[:begin], draw, others, of_json=False) + data[begin:])
+        # numbers that have changed are other numbers, with digests made anew
+        file.write_bytes(changed(data[:begin], draw, others, of_json=name == MANIFEST) + data[begin:])
         resummed(folder)
         try:
             state, extra = load(mesh, directory)
-        except checkpoint.CheckpointError as error:
+        except CheckpointError as error:
             assert str(folder) in str(error), error
             outcomes["refused"] += 1
             continue

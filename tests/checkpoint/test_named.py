@@ -20,12 +20,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import yafsdp_fn as ya
-from tests.checkpoint.test_resharding import Pools
-from tests.harness.pool import on_ranks
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.params.tree import named_leaves
 
 EMBED, LAYERS = 5, 3
+Tensors = dict[str, torch.Tensor]
 
 
 class Block(nn.Module):
@@ -64,11 +64,11 @@ def theirs(mesh: Any) -> Model:
     return model
 
 
-def whole(model: Model) -> dict[str, torch.Tensor]:
+def whole(model: Model) -> Tensors:
     return {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in get_model_state_dict(model).items()}
 
 
-def saved_by_fsdp2(mesh: Any, directory: str) -> dict[str, torch.Tensor]:
+def saved_by_fsdp2(mesh: Any, directory: Path) -> Tensors:
     """A step of AdamW, so that there is optimizer state, with pickled objects, beside the weights."""
     model = theirs(mesh)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -85,7 +85,7 @@ RATES = (0.02, 0.01, 0.005)
 """Of each step: a schedule that goes on where FSDP2's has ended."""
 
 
-def weights_and_moments(model: Model, optimizer: Any) -> dict[str, torch.Tensor]:
+def weights_and_moments(model: Model, optimizer: Any) -> Tensors:
     out = whole(model)
     for key, kept in get_optimizer_state_dict(model, optimizer)["state"].items():
         for what, value in kept.items():
@@ -105,7 +105,7 @@ def stepped(model: Model, optimizer: Any, rate: float) -> None:
     optimizer.zero_grad()
 
 
-def trained_by_fsdp2(mesh: Any, directory: str) -> list[dict[str, torch.Tensor]]:
+def trained_by_fsdp2(mesh: Any, directory: Path) -> list[Tensors]:
     """Two steps, which are saved, and a third."""
     model, optimizer = fsdp2s(mesh)
     for rate in RATES[:2]:
@@ -134,7 +134,7 @@ def moments_of(path: str, layer: int | None) -> str:
     return name(path, layer, "optim.state.")
 
 
-def on_from_fsdp2(mesh: Any, source: str, target: str) -> list[dict[str, torch.Tensor]]:
+def on_from_fsdp2(mesh: Any, source: Path, target: Path) -> list[Tensors]:
     """The same third step, and what it saves for FSDP2."""
     tx = ya.optim.adamw(ya.optim.piecewise_constant_schedule(RATES[0], {1: 0.5, 2: 0.5}), weight_decay=0.1)
     state = ya.shard(checkpoint.load_named(source, params(), name), tx, mesh=mesh)
@@ -146,7 +146,7 @@ def on_from_fsdp2(mesh: Any, source: str, target: str) -> list[dict[str, torch.T
     return [*found, values(state)]
 
 
-def values(state: Any) -> dict[str, torch.Tensor]:
+def values(state: Any) -> Tensors:
     """By the names of FSDP2."""
     out, adam = {}, state.opt_state[0]
     for suffix, tree in (("", state.params), (".exp_avg", adam.mu), (".exp_avg_sq", adam.nu)):
@@ -157,7 +157,7 @@ def values(state: Any) -> dict[str, torch.Tensor]:
     return out
 
 
-def resumed_by_fsdp2(mesh: Any, target: str) -> dict[str, torch.Tensor]:
+def resumed_by_fsdp2(mesh: Any, target: Path) -> Tensors:
     model, optimizer = fsdp2s(mesh)
     weights, found = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
     dcp.load({"model": weights}, checkpoint_id=f"{target}-weights")
@@ -167,7 +167,7 @@ def resumed_by_fsdp2(mesh: Any, target: str) -> dict[str, torch.Tensor]:
 
 
 def test_moments_from_fsdp2_and_back(pools: Pools, tmp_path: Path) -> None:
-    source, target = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    source, target = tmp_path / "theirs", tmp_path / "ours"
     before, after = pools[2].run(trained_by_fsdp2, source)[0]
     loaded, stepped = pools[2].run(on_from_fsdp2, source, target)[0]
     assert loaded.keys() == before.keys() == stepped.keys()
@@ -181,7 +181,7 @@ def test_moments_from_fsdp2_and_back(pools: Pools, tmp_path: Path) -> None:
 @on_ranks(1)
 def test_moments_that_do_not_fit(mesh: Any, tmp_path: Path) -> None:
     """A parameter that began later has taken fewer steps; the state stays as it was."""
-    source, target = str(tmp_path / "ours"), str(tmp_path / "changed")
+    source, target = tmp_path / "ours", tmp_path / "changed"
     state = ya.init(params(), ya.optim.adam(0.1), mesh=mesh)
     state = state.apply_gradients(ya.normal_like(1, state.params), ya.optim.adam(0.1))
     checkpoint.save_moments(source, state, moments_of)
@@ -227,7 +227,7 @@ def name(path: str, layer: int | None, prefix: str = "model.") -> str:
     return prefix + (path if layer is None else path.replace("layers.", f"layers.{layer}."))
 
 
-def through_ours(mesh: Any, source: str, target: str) -> dict[str, Any]:
+def through_ours(mesh: Any, source: Path, target: Path) -> dict[str, Any]:
     lazy = checkpoint.load_named(source, params(), name)
     state = ya.shard(lazy, ya.optim.identity(), mesh=mesh)
     checkpoint.save_named(target, state.params, lambda path, layer: name(path, layer, ""))
@@ -236,18 +236,17 @@ def through_ours(mesh: Any, source: str, target: str) -> dict[str, Any]:
     return ya.unshard(state.params)
 
 
-def loaded_by_fsdp2(mesh: Any, directory: str) -> dict[str, torch.Tensor]:
+def loaded_by_fsdp2(mesh: Any, directory: Path) -> Tensors:
     model = theirs(mesh)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
     weights = get_model_state_dict(model)
+    for weight in weights.values():
+        weight.zero_()
     dcp.load(weights, checkpoint_id=directory)
     return whole(model)
 
 
 def test_fsdp2_to_ours_and_back(pools: Pools, tmp_path: Path) -> None:
-    source, target = str(tmp_path / "theirs"), str(tmp_path / "ours")
+    source, target = tmp_path / "theirs", tmp_path / "ours"
     before = pools[2].run(saved_by_fsdp2, source)[0]
     for ours in pools[3].run(through_ours, source, target):
         assert torch.equal(ours["embed"]["weight"], before["embed.weight"])
@@ -259,7 +258,7 @@ def test_fsdp2_to_ours_and_back(pools: Pools, tmp_path: Path) -> None:
 
 
 def test_what_does_not_fit_is_named(pools: Pools, tmp_path: Path) -> None:
-    source = str(tmp_path / "theirs")
+    source = tmp_path / "theirs"
     pools[1].run(saved_by_fsdp2, source)
     with pytest.raises(checkpoint.CheckpointError, match=r"embed\.weight should be embed\.weight, which is not there"):
         checkpoint.load_named(source, params(), lambda path, layer: path)
@@ -273,7 +272,7 @@ def test_what_does_not_fit_is_named(pools: Pools, tmp_path: Path) -> None:
 
 
 def test_leaves_keep_what_their_params_say(pools: Pools, tmp_path: Path) -> None:
-    source = str(tmp_path / "theirs")
+    source = tmp_path / "theirs"
     pools[1].run(saved_by_fsdp2, source)
     own = ya.Param((11, EMBED), split={"tensor": -1}, compute=torch.bfloat16, reduce=torch.float64)
     leaf = checkpoint.load_named(source, params() | {"embed": {"weight": own}}, name)["embed"]["weight"]

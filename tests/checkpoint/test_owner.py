@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import yafsdp_fn as ya
-from tests.checkpoint.test_resharding import TX, Pools, net, same, stepped, whole
-from tests.harness.pool import on_ranks
+from tests.checkpoint.test_resharding import fresh, net, same, stepped, whole
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint import content
 
@@ -25,13 +25,13 @@ def halves() -> tuple[Any, int]:
     return DeviceMesh("cpu", ranks, mesh_dim_names=("half", "shard"))["shard"], which
 
 
-def saved(kind: str, directory: str, state: ya.ShardedState) -> str:
+def saved(kind: str, directory: Path, state: ya.ShardedState) -> str:
     """The error, or nothing."""
     try:
         if kind == "save":
             checkpoint.save(directory, state, {"seed": state.seed})
         elif kind == "named":
-            checkpoint.save_named(f"{directory}/named", state.params, lambda path, layer: f"{path} {layer}")
+            checkpoint.save_named(f"{directory}/named", state.params, "{} {}".format)
         else:
             with checkpoint.Saver(directory) as saver:
                 saver.save(state, {"seed": state.seed})
@@ -40,9 +40,9 @@ def saved(kind: str, directory: str, state: ya.ShardedState) -> str:
     return ""
 
 
-def of_two_meshes(_: Any, directory: str, kind: str) -> tuple[int, str]:
+def of_two_meshes(_: Any, directory: Path, kind: str) -> tuple[int, str]:
     mesh, which = halves()
-    state = stepped(ya.init(net(), TX, mesh=mesh, seed=which), 1)
+    state = stepped(fresh(mesh, seed=which), 1)
     error = saved(kind, directory, state)
     dist.barrier()
     again = saved(kind, directory, state) if error else ""
@@ -52,11 +52,11 @@ def of_two_meshes(_: Any, directory: str, kind: str) -> tuple[int, str]:
         assert again, "nor later"
         assert saved(kind, own, state) == ""
     if kind != "named":
-        got, extra = checkpoint.load(own if error else directory, ya.init(net(), TX, mesh=mesh, seed=9))
+        got, extra = checkpoint.load(own if error else directory, fresh(mesh, seed=9))
         assert extra == {"seed": which} and same(whole(got), whole(state)), "the other state's weights"
     else:
         folder = f"{own if error else directory}/named"
-        lazy = checkpoint.load_named(folder, net(), lambda path, layer: f"{path} {layer}")
+        lazy = checkpoint.load_named(folder, net(), "{} {}".format)
         got = ya.shard(lazy, ya.optim.identity(), mesh=mesh)
         mine, theirs = whole(state), whole(got)
         assert same(theirs, mine[: len(theirs)]), "the other state's weights"
@@ -68,7 +68,7 @@ def of_two_meshes(_: Any, directory: str, kind: str) -> tuple[int, str]:
 @pytest.mark.parametrize("kind", ["save", "Saver", "named"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_of_two_states_on_two_meshes_the_second_is_refused(pools: Pools, tmp_path: Path, ranks: int, kind: str) -> None:
-    outcomes = pools[ranks].run(of_two_meshes, str(tmp_path / "runs"), kind)
+    outcomes = pools[ranks].run(of_two_meshes, tmp_path / "runs", kind)
     refused = {which for which, error in outcomes if error}
     assert len(refused) == 1, "one of the two halves"
     for which, error in outcomes:
@@ -79,7 +79,7 @@ def test_of_two_states_on_two_meshes_the_second_is_refused(pools: Pools, tmp_pat
 @on_ranks(1, 2)
 def test_a_save_that_is_under_way_is_not_swept(mesh: Any, tmp_path: Path) -> None:
     """While a save writes, another one of another state begins in its folder."""
-    first, second = (stepped(ya.init(net(), TX, mesh=mesh, seed=seed), 1) for seed in (1, 2))
+    first, second = (stepped(fresh(mesh, seed=seed), 1) for seed in (1, 2))
     gate, under_way, write = threading.Event(), threading.Event(), content.write
 
     def late(*args: Any) -> None:
@@ -101,8 +101,7 @@ def test_a_save_that_is_under_way_is_not_swept(mesh: Any, tmp_path: Path) -> Non
             dist.barrier()
         finally:
             gate.set()
-    got, _ = checkpoint.load(tmp_path, ya.init(net(), TX, mesh=mesh))
-    assert got.seed == 1 and same(whole(got), whole(first))
-    checkpoint.save(tmp_path, second)
-    got, _ = checkpoint.load(tmp_path, ya.init(net(), TX, mesh=mesh))
-    assert got.seed == 2 and same(whole(got), whole(second))
+    for state in (first, second):
+        got, _ = checkpoint.load(tmp_path, fresh(mesh))
+        assert got.seed == state.seed and same(whole(got), whole(state))
+        checkpoint.save(tmp_path, second)

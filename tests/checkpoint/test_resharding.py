@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint.io import load, load_params, save
 
-Pools = dict[int, Pool]
 TX = ya.optim.adamw(1e-2, weight_decay=0.1)
 
 
@@ -35,6 +34,10 @@ def net(width: int = 5, leaf: str = "w") -> Net:
         "still": ya.frozen({"y": ya.Param((3, 2, 3))}),
     }
     return Net(ya.Param((7, 5)), ya.Stacked(layer), ya.frozen({"scale": ya.Param((13,))}, torch.float32))
+
+
+def fresh(mesh: Any, **options: Any) -> ya.ShardedState:
+    return ya.init(net(), TX, mesh=mesh, **options)
 
 
 def activations(params: Net, batch: Tensor) -> Tensor:
@@ -64,30 +67,33 @@ def whole(state: ya.ShardedState) -> list[Tensor]:
     return [leaf.clone() for leaf in optree.tree_leaves(trees)]
 
 
-def saved(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float]:
+def saved(mesh: Any, directory: Path, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float]:
     """What was saved, what one more update makes of it, and its loss."""
-    state = stepped(ya.init(net(), TX, mesh=mesh, seed=4, precision=precision), 3)
+    state = stepped(fresh(mesh, seed=4, precision=precision), 3)
     folder = save(directory, state, {"position": 17, "note": ["a", None]})
     assert folder.name == "step-00000003"
-    tokens = torch.arange(6) % 7
-    before, value = whole(state), float(ya.eval_step(loss)(state, tokens)["loss"])
+    return found(state)
+
+
+def found(state: ya.ShardedState) -> tuple[list[Tensor], list[Tensor], float]:
+    before, value = whole(state), float(ya.eval_step(loss)(state, TOKENS)["loss"])
     return before, whole(stepped(state, 1)), value
 
 
-def loaded(mesh: Any, directory: str, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float, Any]:
-    like = ya.init(net(), TX, mesh=mesh, seed=99, precision=precision)
+def loaded(mesh: Any, directory: Path, precision: ya.Precision) -> tuple[list[Tensor], list[Tensor], float, Any]:
+    like = fresh(mesh, seed=99, precision=precision)
     state, extra = load(directory, like, donate=True)
     with pytest.raises(RuntimeError, match="donated"):
         like.check()
-    tokens = torch.arange(6) % 7
-    before, value = whole(state), float(ya.eval_step(loss)(state, tokens)["loss"])
-    return before, whole(stepped(state, 1)), value, (state.step, state.seed, extra)
+    facts = state.step, state.seed, extra
+    return *found(state), facts
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) and x.dtype == y.dtype for x, y in zip(a, b, strict=True))
 
 
+TOKENS = torch.arange(6) % 7
 FP32 = ya.Precision()
 BF16 = ya.Precision(compute=torch.bfloat16)
 
@@ -98,12 +104,10 @@ BF16 = ya.Precision(compute=torch.bfloat16)
 def test_any_number_of_ranks_reads_what_any_number_wrote(
     pools: Pools, tmp_path: Path, writers: int, precision: ya.Precision, readers: int
 ) -> None:
-    before, after, value = pools[writers].run(saved, str(tmp_path), precision)[0]
+    before, after, value = pools[writers].run(saved, tmp_path, precision)[0]
     assert any(leaf.abs().sum() > 0 for leaf in before[-4:]), "the moments are zero: the test would prove nothing"
-    for outcome in pools[readers].run(loaded, str(tmp_path), precision):
-        got, got_after, got_value, facts = outcome
-        assert same(got, before)
-        assert same(got_after, after)
+    for got, got_after, got_value, facts in pools[readers].run(loaded, tmp_path, precision):
+        assert same(got, before) and same(got_after, after)
         assert got_value == pytest.approx(value, rel=1e-6)
         assert facts == (3, 4, {"position": 17, "note": ["a", None]})
 
@@ -116,7 +120,7 @@ def by_row(params: Net, batch: Tensor) -> Tensor:
 
 SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
     "zero3 on 1": (1, {}, ya.schedules.zero3()),
-    "zero2 on 2": (2, {}, ya.schedules.zero2(remat=ya.schedules.remat.all)),
+    "zero2 on 2": (2, {}, ya.schedules.zero2(remat="all")),
     "zero3 on 3": (3, {}, ya.schedules.zero3(update=True)),
     "zero3 on 4": (4, {}, ya.schedules.zero3()),
     "hsdp on 2 x 2": (4, {"replicate": 2}, ya.schedules.zero3()),
@@ -126,11 +130,11 @@ SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
 ROWS = torch.arange(24) % 7
 
 
-def losses(_: Any, shape: str, directory: str | None, begins: int, ends: int) -> tuple[list[float], list[Tensor]]:
+def losses(_: Any, shape: str, directory: Path | None, begins: int, ends: int) -> tuple[list[float], list[Tensor]]:
     """Of steps from `begins`, where a checkpoint is loaded, to `ends`, where one is written; 24 rows over all ranks."""
     _, axes, schedule = SHAPES[shape]
     mesh = ya.mesh(**axes)
-    state = ya.init(net(), TX, mesh=mesh, precision=ya.Precision(param=torch.float64, compute=torch.float64))
+    state = fresh(mesh, precision=ya.Precision(torch.float64))
     if begins and directory:
         state, _extra = load(f"{directory}/{begins}", state)
     step, out = ya.train_step(by_row, TX, schedule=schedule), []
@@ -147,7 +151,7 @@ def test_a_run_goes_on_anywhere_as_if_it_had_been_there_all_along(pools: Pools, 
     unbroken, values = pools[1].run(losses, "zero3 on 1", None, 0, 2 * len(SHAPES))[0]
     found = []
     for number, shape in enumerate((*list(SHAPES)[1:], "zero3 on 1")):
-        got = pools[SHAPES[shape][0]].run(losses, shape, str(tmp_path), 2 * number, 2 * number + 2)
+        got = pools[SHAPES[shape][0]].run(losses, shape, tmp_path, 2 * number, 2 * number + 2)
         assert all(other == got[0][0] for other, _ in got), shape
         found += got[0][0]
     assert found == pytest.approx(unbroken, rel=1e-12)
@@ -155,46 +159,46 @@ def test_a_run_goes_on_anywhere_as_if_it_had_been_there_all_along(pools: Pools, 
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
-def parameters_alone(mesh: Any, directory: str) -> tuple[list[Tensor], int]:
+def parameters_alone(mesh: Any, directory: Path) -> tuple[list[Tensor], int]:
     like = ya.init(net(), ya.optim.identity(), mesh=mesh, seed=99)
     state = load_params(directory, like)
     return optree.tree_leaves(ya.unshard(state.params)), state.step
 
 
 def test_parameters_alone_need_no_optimizer(pools: Pools, tmp_path: Path) -> None:
-    before, _, _ = pools[2].run(saved, str(tmp_path), FP32)[0]
-    got, step = pools[1].run(parameters_alone, str(tmp_path))[0]
+    before, _, _ = pools[2].run(saved, tmp_path, FP32)[0]
+    got, step = pools[1].run(parameters_alone, tmp_path)[0]
     assert same(got, before[: len(got)]) and step == 3
 
 
-def trained(mesh: Any, directory: str, remat: str) -> str:
+def trained(mesh: Any, directory: Path, remat: str) -> str:
     """Two steps, saved; the program's text."""
-    state = ya.init(net(), TX, mesh=mesh)
+    state = fresh(mesh)
     step = ya.train_step(loss, TX, schedule=ya.schedules.zero2(remat=remat))
     for _ in range(2):
-        state, _ = step(state, torch.arange(6) % 7)
+        state, _ = step(state, TOKENS)
     assert state.program == step.program(state)
     save(directory, state)
     return state.program.to_json()
 
 
-def resumed(mesh: Any, directory: str, other: str) -> str | None:
+def resumed(mesh: Any, directory: Path, other: str) -> str | None:
     """The program that a state has which was loaded; a step goes on with it, and it is what the next one has."""
-    like = ya.init(net(), TX, mesh=mesh, precision=ya.Precision(reduce=getattr(torch, other)))
+    like = fresh(mesh, precision=ya.Precision(reduce=getattr(torch, other)))
     state, _ = load(directory, like)
     if state.program is None:
         return None
-    after, _ = ya.train_step(loss, TX, schedule=state.program)(state, torch.arange(6) % 7)
+    after, _ = ya.train_step(loss, TX, schedule=state.program)(state, TOKENS)
     assert after.program == state.program
     return after.program.to_json()
 
 
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_a_state_goes_on_with_the_program_that_it_was_trained_by(pools: Pools, tmp_path: Path, remat: str) -> None:
-    text, _ = pools[2].run(trained, str(tmp_path), remat)
-    assert pools[2].run(resumed, str(tmp_path), "float32") == [text] * 2
-    assert pools[3].run(resumed, str(tmp_path), "float32") == [None] * 3, "of two ranks"
-    assert pools[2].run(resumed, str(tmp_path), "bfloat16") == [None] * 2, "units of other sizes on the wire"
+    text, _ = pools[2].run(trained, tmp_path, remat)
+    assert pools[2].run(resumed, tmp_path, "float32") == [text] * 2
+    assert pools[3].run(resumed, tmp_path, "float32") == [None] * 3, "of two ranks"
+    assert pools[2].run(resumed, tmp_path, "bfloat16") == [None] * 2, "units of other sizes on the wire"
 
 
 W, NONE = ya.Param((3, 4)), ya.Param((3, 0))
@@ -219,7 +223,7 @@ def hollow_loss(params: dict[str, Any], batch: Tensor) -> Tensor:
     return ya.apply(lambda w, x: x.square().mean() * w["w"].sum() + w["none"].sum(), params["tail"], x)
 
 
-def trains_hollow(mesh: Any, directory: str, begins: int, ends: int, regrouped: bool = False) -> list[Tensor]:
+def trains_hollow(mesh: Any, directory: Path, begins: int, ends: int, regrouped: bool = False) -> list[Tensor]:
     """The state after steps from `begins`, where it is loaded, to `ends`, where it is saved, by name as well."""
     state = ya.init(hollow(), TX, mesh=mesh, seed=begins)
     if begins:
@@ -238,34 +242,34 @@ def trains_hollow(mesh: Any, directory: str, begins: int, ends: int, regrouped: 
 
 
 def test_units_without_elements_are_loaded(pools: Pools, tmp_path: Path) -> None:
-    unbroken, _ = pools[2].run(trains_hollow, str(tmp_path / "unbroken"), 0, 4)
-    pools[2].run(trains_hollow, str(tmp_path / "a"), 0, 2)
+    unbroken, _ = pools[2].run(trains_hollow, tmp_path / "unbroken", 0, 4)
+    pools[2].run(trains_hollow, tmp_path / "a", 0, 2)
     for readers, regrouped in ((2, False), (1, False), (3, True)):
-        found = pools[readers].run(trains_hollow, str(tmp_path / "a"), 2, 4, regrouped)
+        found = pools[readers].run(trains_hollow, tmp_path / "a", 2, 4, regrouped)
         for a, b in zip(found[0], unbroken, strict=True):
             torch.testing.assert_close(a, b)
         shutil.rmtree(tmp_path / "a-2-4")
 
 
-def several(mesh: Any, directory: str) -> list[int]:
-    state = ya.init(net(), TX, mesh=mesh)
+def several(mesh: Any, directory: Path) -> list[int]:
+    state = fresh(mesh)
     for _ in range(3):
         state = stepped(state, 1)
         save(directory, state, keep_last=2)
-    like = [ya.init(net(), TX, mesh=mesh) for _ in range(2)]
+    like = [fresh(mesh) for _ in range(2)]
     newest, earlier = load(directory, like[0])[0], load(directory, like[1], step=2)[0]
     assert not same(whole(newest), whole(earlier)) and same(whole(newest), whole(state))
     return [newest.step, earlier.step]
 
 
 def test_the_newest_or_a_given_step(pools: Pools, tmp_path: Path) -> None:
-    assert pools[2].run(several, str(tmp_path)) == [[3, 2], [3, 2]]
+    assert pools[2].run(several, tmp_path) == [[3, 2], [3, 2]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
 
 
 @on_ranks(2)
 def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(mesh: Any, tmp_path: Path) -> None:
-    state = stepped(ya.init(net(), TX, mesh=mesh), 1)
+    state = stepped(fresh(mesh), 1)
     save(tmp_path, state)
     before = whole(moved := stepped(state.copy(), 1))
     for load_it, donated in ((load, False), (load_params, False), (load, True)):
@@ -279,7 +283,7 @@ def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(mesh: Any, tmp
         moved.check()
 
 
-def loading_fails(mesh: Any, directory: str, kind: str) -> None:
+def loading_fails(mesh: Any, directory: Path, kind: str) -> None:
     tx, params, precision = TX, net(), FP32
     if kind == "shape":
         params = net(width=6)
@@ -302,85 +306,78 @@ def loading_fails(mesh: Any, directory: str, kind: str) -> None:
     ],
 )
 def test_another_state_is_refused_by_leaf(pools: Pools, tmp_path: Path, kind: str, text: str) -> None:
-    pools[1].run(saved, str(tmp_path), FP32)
-    for error in pools[2].errors(loading_fails, str(tmp_path), kind):
+    pools[1].run(saved, tmp_path, FP32)
+    for error in pools[2].errors(loading_fails, tmp_path, kind):
         assert "CheckpointError: " in error and text in error, error
 
 
 def test_missing_truncated_and_damaged_checkpoints_are_named_on_every_rank(pools: Pools, tmp_path: Path) -> None:
-    for error in pools[2].errors(loading_fails, str(tmp_path / "none"), "missing"):
+    for error in pools[2].errors(loading_fails, tmp_path / "none", "missing"):
         assert "found no checkpoint" in error
-    pools[2].run(saved, str(tmp_path), FP32)
+    pools[2].run(saved, tmp_path, FP32)
     file = tmp_path / "step-00000003" / "rank-00001.safetensors"
     size = file.stat().st_size
     file.write_bytes(bytes(size))
-    for error in pools[2].errors(loading_fails, str(tmp_path), "damaged"):
+    for error in pools[2].errors(loading_fails, tmp_path, "damaged"):
         assert "Damaged: checking step-00000003: rank 0: " in error, error
         assert f"rank-00001.safetensors ({size:,} bytes) is not what was written" in error, error
     os.truncate(file, size - 1)
-    for error in pools[2].errors(loading_fails, str(tmp_path), "truncated"):
+    for error in pools[2].errors(loading_fails, tmp_path, "truncated"):
         assert f"rank-00001.safetensors ({size - 1:,} bytes) is not what was written" in error, error
     file.unlink()
-    for error in pools[2].errors(loading_fails, str(tmp_path), "missing"):
+    for error in pools[2].errors(loading_fails, tmp_path, "missing"):
         assert "rank-00001.safetensors is missing" in error, error
 
 
-def loads_an_earlier_one(mesh: Any, directory: str) -> int:
-    like = ya.init(net(), TX, mesh=mesh)
+def loads_an_earlier_one(mesh: Any, directory: Path) -> int:
     with pytest.warns(
         UserWarning, match=r"manifest\.json \(.* is not what was written.*: passed over for step-00000002"
     ):
-        return load(directory, like)[0].step
+        return load(directory, fresh(mesh))[0].step
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_warning_unless_it_was_asked_for(
     pools: Pools, tmp_path: Path
 ) -> None:
-    pools[2].run(several, str(tmp_path))
+    pools[2].run(several, tmp_path)
     with (tmp_path / "step-00000003" / "manifest.json").open("a") as file:
         file.write(" ")
-    assert pools[2].run(loads_an_earlier_one, str(tmp_path)) == [2, 2]
-    for error in pools[2].errors(loads_a_step, str(tmp_path), 3):
+    assert pools[2].run(loads_an_earlier_one, tmp_path) == [2, 2]
+    for error in pools[2].errors(loads_a_step, tmp_path, 3):
         assert "Damaged: checking step-00000003" in error, error
 
 
-def loads_a_step(mesh: Any, directory: str, step: int) -> None:
-    load(directory, ya.init(net(), TX, mesh=mesh), step=step)
+def loads_a_step(mesh: Any, directory: Path, step: int) -> None:
+    load(directory, fresh(mesh), step=step)
 
 
-def saving_fails(mesh: Any, directory: str) -> None:
-    save(directory, ya.init(net(), TX, mesh=mesh))
-
-
-def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(pools: Pools, tmp_path: Path) -> None:
+@on_ranks(2)
+def test_a_folder_that_cannot_be_made_is_an_error_on_every_rank(mesh: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    for error in pools[2].errors(saving_fails, str(tmp_path / "file" / "checkpoints")):
-        assert "NotADirectoryError" in error, error
+    with pytest.raises(checkpoint.CheckpointError, match="NotADirectoryError"):
+        save(tmp_path / "file" / "checkpoints", fresh(mesh))
     assert checkpoint.latest(tmp_path) is None
 
 
-def saving_a_donated_state(mesh: Any, directory: str) -> None:
-    state = ya.init(net(), TX, mesh=mesh)
+@on_ranks(1)
+def test_a_donated_state_is_not_saved(mesh: Any, tmp_path: Path) -> None:
+    state = fresh(mesh)
     stepped(state, 1)
-    save(directory, state)
-
-
-def test_a_donated_state_is_not_saved(pools: Pools, tmp_path: Path) -> None:
-    (error,) = pools[1].errors(saving_a_donated_state, str(tmp_path))
-    assert "was donated" in error
+    with pytest.raises(RuntimeError, match="was donated"):
+        save(tmp_path, state)
     assert list(tmp_path.iterdir()) == []
 
 
 @on_ranks(2)
 def test_a_deterministic_run_that_goes_on_in_other_circumstances_is_told(_: Any, tmp_path: Path) -> None:
     exact = ya.mesh(deterministic=12)
-    save(tmp_path, ya.init(net(), TX, mesh=exact))
+    save(tmp_path, fresh(exact))
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(threads + 1)
         with pytest.warns(
             UserWarning, match=rf"'threads': '{threads}'.*'threads': '{threads + 1}'.*: bits will not be"
         ):
-            load(tmp_path, ya.init(net(), TX, mesh=exact))
+            load(tmp_path, fresh(exact))
     finally:
         torch.set_num_threads(threads)

@@ -8,13 +8,14 @@ import signal
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.checkpoint.test_resharding import TX, Pools, loss, net, same, stepped, whole
-from tests.harness.pool import on_ranks
+from tests.checkpoint.test_resharding import TOKENS, TX, fresh, loss, same, stepped, whole
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
 from yafsdp_fn.checkpoint import folder, tensors
 from yafsdp_fn.checkpoint.io import Job
@@ -23,7 +24,7 @@ from yafsdp_fn.checkpoint.io import Job
 @on_ranks(1, 2, 3)
 def test_what_is_saved_is_the_state_of_that_moment(mesh: Any, tmp_path: Path) -> None:
     """The thread may not write before the state that it was given has been stepped, twice, in place."""
-    state = stepped(ya.init(net(), TX, mesh=mesh, seed=4), 1)
+    state = stepped(fresh(mesh, seed=4), 1)
     step = ya.train_step(loss, TX)
     gate, write = threading.Event(), Job.write
     expected = []
@@ -39,45 +40,40 @@ def test_what_is_saved_is_the_state_of_that_moment(mesh: Any, tmp_path: Path) ->
             expected.append(whole(state))
             saver.save(state, {"position": state.step})
             for _ in range(2):
-                state, _ = step(state, torch.arange(6) % 7)
+                state, _ = step(state, TOKENS)
             gate.set()
             assert saver.wait() == tmp_path / folder.folder_name(state.step - 2)
             gate.clear()
         gate.set()
         saver.save(state)  # left to the end of the context
     for number, saved in ((3, expected[1]), (5, whole(state))):
-        got, extra = checkpoint.load(tmp_path, ya.init(net(), TX, mesh=mesh), step=number)
+        got, extra = checkpoint.load(tmp_path, fresh(mesh), step=number)
         assert same(whole(got), saved), number
         assert (got.seed, extra) == (4, {"position": 3} if number == 3 else {})
         assert got.program is not None
     assert sorted(folder.complete(tmp_path)) == [3, 5]
 
 
-def fails_on_one_rank(mesh: Any, directory: str, what: str) -> str:
+def fails_on_one_rank(mesh: Any, directory: Path, what: str) -> str:
     """A disk that is full on rank 1, a directory that vanishes: and the run goes on."""
-    state = ya.init(net(), TX, mesh=mesh)
+    state = fresh(mesh)
     with checkpoint.Saver(directory) as saver:
         saver.save(state)
         saver.wait()
         state = stepped(state, 1)
         with pytest.MonkeyPatch.context() as patch:
-            if what == "full":
-
-                def full(*_: Any, **__: Any) -> None:
-                    raise OSError(28, "No space left on device")
-
-                if mesh.get_rank() == 1:
-                    patch.setattr(tensors, "save_file", full)
-            else:
-                if mesh.get_rank() == 0:
-                    shutil.rmtree(directory)
-                    Path(directory).write_text("in the way")
-                torch.distributed.barrier()
+            if what == "full" and mesh.get_rank() == 1:
+                full = OSError(28, "No space left on device")
+                patch.setattr(tensors, "save_file", mock.Mock(side_effect=full))
+            if what == "vanished" and mesh.get_rank() == 0:
+                shutil.rmtree(directory)
+                directory.write_text("in the way")
+            torch.distributed.barrier()
             saver.save(state)
             with pytest.raises(checkpoint.CheckpointError) as caught:
                 saver.wait()
-        if what != "full" and mesh.get_rank() == 0:
-            Path(directory).unlink()
+        if what == "vanished" and mesh.get_rank() == 0:
+            directory.unlink()
         torch.distributed.barrier()
         saver.save(state)
         assert saver.wait() is not None
@@ -85,10 +81,10 @@ def fails_on_one_rank(mesh: Any, directory: str, what: str) -> str:
 
 
 def test_a_failure_is_every_ranks_and_the_next_save_may_work(pools: Pools, tmp_path: Path) -> None:
-    for error in pools[2].run(fails_on_one_rank, str(tmp_path / "a"), "full"):
+    for error in pools[2].run(fails_on_one_rank, tmp_path / "a", "full"):
         assert "saving step 1 in " in error and "rank 1: OSError: [Errno 28] No space left on device" in error, error
     assert sorted(folder.complete(tmp_path / "a")) == [0, 1] and (tmp_path / "a" / "latest").exists()
-    for error in pools[2].run(fails_on_one_rank, str(tmp_path / "b"), "vanished"):
+    for error in pools[2].run(fails_on_one_rank, tmp_path / "b", "vanished"):
         assert "rank 0: FileExistsError" in error or "rank 0: NotADirectoryError" in error, error
 
 
@@ -101,11 +97,11 @@ def test_a_full_disk_is_called_one(mesh: Any, tmp_path: Path) -> None:
         if mesh.get_rank() == last:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))
         with pytest.raises(checkpoint.CheckpointError) as caught:
-            checkpoint.save(tmp_path, ya.init(net(), TX, mesh=mesh))
+            checkpoint.save(tmp_path, fresh(mesh))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, then)
-    checkpoint.save(tmp_path, ya.init(net(), TX, mesh=mesh))
+    checkpoint.save(tmp_path, fresh(mesh))
     said = str(caught.value)
     assert f"saving step 0 in {tmp_path}: rank {last}: OSError: " in said and "File too large" in said, said
     assert f"{tmp_path}/step-00000000.partial/rank-0000{last}.safetensors" in said, said
@@ -113,7 +109,7 @@ def test_a_full_disk_is_called_one(mesh: Any, tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_bad_arguments(mesh: Any, tmp_path: Path) -> None:
-    state = ya.init(net(), TX, mesh=mesh)
+    state = fresh(mesh)
     with pytest.raises(ValueError, match=r"keep_last is 0: expected a positive number"):
         checkpoint.save(tmp_path, state, keep_last=0)
     with pytest.raises(TypeError, match=r"extra: expected what JSON can hold: .*Tensor"):

@@ -9,24 +9,14 @@ from tests.models.theirs import OTHERS, SHAPES, Pair, draw, their_model
 __all__ = ["in_child"]
 
 
-@pytest.fixture(scope="session", params=list(SHAPES))
+@pytest.fixture(scope="session", params=[*SHAPES, *OTHERS])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return _pair(request.param, tmp_path_factory)
-
-
-@pytest.fixture(scope="session", params=list(OTHERS))
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """Of every family but Llama."""
-    return _pair(request.param, tmp_path_factory)
-
-
-def _pair(name: str, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     pytest.importorskip("transformers", reason="compares with transformers")
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
-    model = their_model(name)
-    directory = tmp_path_factory.mktemp(name)
+    model = their_model(request.param)
+    directory = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(directory, max_shard_size="60KB")  # in several files, with an index of theirs
-    return Pair(name, model, directory)
+    return Pair(request.param, model, directory)
 
 
 @pytest.fixture(scope="session")

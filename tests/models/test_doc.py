@@ -13,7 +13,7 @@ import yafsdp_fn as ya
 from models.files import tree
 from tests.harness.oracle import compare
 from tests.harness.pages import doc
-from tests.models.theirs import draw
+from tests.models.theirs import draw, with_targets
 
 PAGE = doc("models")
 
@@ -29,7 +29,7 @@ def test_the_family_of_the_page(tmp_path: Path) -> None:
     tokens = draw(2, 16, most=61)
     step, losses = ya.train_step(mine["loss"](config), tx), []
     for _ in range(8):
-        state, metrics = step(state, {"tokens": tokens, "targets": tokens.roll(-1, 1)})
+        state, metrics = step(state, with_targets(tokens))
         losses.append(metrics["loss"].item())
     assert losses[-1] < losses[0] - 0.3
     whole = mine["logits"](config, state.params, tokens)

@@ -12,7 +12,7 @@ from torch import Tensor
 import models
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import WINDOW, draw
+from tests.models.theirs import WINDOW, draw, with_targets
 
 EVERY_FAMILY = pytest.mark.parametrize(
     "name", ["debug", *(f"debug-{kind}" for kind in ("qwen3", "mistral", "gpt2", "mixtral"))]
@@ -38,8 +38,7 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
     torch.testing.assert_close(together, torch.cat(alone, 1), atol=1e-9, rtol=0.0)
     assert not torch.allclose(together[:, 60:], family.logits(config, params, tokens)[:, 60:], atol=1e-2)
 
-    batch = {"tokens": tokens.expand(2, -1), "targets": tokens.roll(-1, 1).expand(2, -1)}
-    batch["documents"] = torch.cat([packed(lengths), packed([40, 56])])
+    batch = with_targets(tokens.expand(2, -1)) | {"documents": torch.cat([packed(lengths), packed([40, 56])])}
     losses = [family.loss(config, chunks=chunks)(params, batch).total for chunks in (1, 2)]
     torch.testing.assert_close(*losses, atol=0.0, rtol=1e-12)
 
@@ -61,10 +60,10 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
 def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(name: str) -> None:
     config = dataclasses.replace(models.CONFIGS[name], layers=2)
     family = models.of(config)
-    full = ya.params.without_markers(ya.materialize(family.params(config), seed=1))
-    half = optree.tree_map(lambda leaf: leaf.bfloat16(), full)
+    full = ya.materialize(family.params(config), seed=1)
+    half = optree.tree_map(Tensor.bfloat16, full)
     tokens = draw(2, 40, most=256)
-    batch = {"tokens": tokens, "targets": tokens.roll(-1, 1), "documents": packed([13, 27]).expand(2, -1)}
+    batch = with_targets(tokens) | {"documents": packed([13, 27]).expand(2, -1)}
     exact, rounded = family.loss(config, unroll=2)(full, batch), family.loss(config)(half, batch)
     assert rounded.total.dtype == torch.float32
     assert family.logits(config, half, tokens).dtype == torch.bfloat16

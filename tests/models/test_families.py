@@ -1,4 +1,4 @@
-"""Every family beside Llama against transformers: logits, generation, gradients, files."""
+"""Every family against transformers: logits, generation, gradients, files."""
 
 from __future__ import annotations
 
@@ -19,11 +19,6 @@ pytest.importorskip("transformers", reason="compares with transformers")
 load_file = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors").load_file
 
 
-def ours(pair: Pair) -> tuple[Any, Any]:
-    config, lazy = models.hf.load(pair.directory)
-    return config, ya.materialize(lazy)
-
-
 def greedy(config: Any, params: Any, prompt: Tensor, count: int) -> Tensor:
     """The `count` tokens after `prompt` [1, S]."""
     family, found, tokens = models.of(config), [], prompt
@@ -38,28 +33,28 @@ def greedy(config: Any, params: Any, prompt: Tensor, count: int) -> Tensor:
 # ---- against transformers
 
 
-def test_numbers_and_generation_are_those_of_transformers(other: Pair) -> None:
-    config, params = ours(other)
+def test_numbers_and_generation_are_those_of_transformers(pair: Pair) -> None:
+    config, params = pair.ours()
     tokens = draw(2, 80)
     with torch.no_grad():
-        expected = other.theirs(tokens).logits
+        expected = pair.theirs(tokens).logits
         got = models.of(config).logits(config, params, tokens)
-        theirs = other.theirs.generate(tokens[:1, :9], max_new_tokens=64, do_sample=False, pad_token_id=0)
+        theirs = pair.theirs.generate(tokens[:1, :9], max_new_tokens=64, do_sample=False, pad_token_id=0)
     assert expected.abs().max() > 1.0
     torch.testing.assert_close(got, expected, atol=2e-5, rtol=0.0)
     assert torch.equal(greedy(config, params, tokens[:1, :9], 64), theirs[:, 9:])
 
 
-def test_loss_and_gradients_are_those_of_transformers(other: Pair, tmp_path: Path) -> None:
+def test_loss_and_gradients_are_those_of_transformers(pair: Pair, tmp_path: Path) -> None:
     """Of rows accumulated one by one, which is what a router's loss means here."""
-    config, params = ours(other)
+    config, params = pair.ours()
     params = optree.tree_map(lambda leaf: leaf.double().requires_grad_(), params)
     tokens = draw(2, 40)
     targets = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], 1)
     targets[0, 3:20] = -100
     mean = models.of(config).loss(config)(params, {"tokens": tokens, "targets": targets})
     (mean.total / mean.weight).backward()
-    theirs = their_model(other.name).double()
+    theirs = their_model(pair.name).double()
     theirs.config._experts_implementation = "eager"  # the grouped one takes no float64
     labels = torch.cat([tokens[:, :1], targets[:, :-1]], 1)  # theirs are shifted inside
     counts, total = (targets != -100).sum(1), 0.0
@@ -79,10 +74,10 @@ def test_loss_and_gradients_are_those_of_transformers(other: Pair, tmp_path: Pat
         torch.testing.assert_close(found[name], grad, atol=atol, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_files_go_through_with_their_bits(other: Pair, tmp_path: Path) -> None:
+def test_files_go_through_with_their_bits(pair: Pair, tmp_path: Path) -> None:
     import transformers
 
-    config, params = ours(other)
+    config, params = pair.ours()
     models.hf.save(tmp_path, config, params, max_shard_bytes=100_000)
     loaded, lazy = models.hf.load(tmp_path)
     assert loaded == config and type(loaded) is models.of(config).Config
@@ -90,4 +85,4 @@ def test_files_go_through_with_their_bits(other: Pair, tmp_path: Path) -> None:
     again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
     with torch.no_grad():
-        assert torch.equal(again.eval()(draw(1, 60)).logits, other.theirs(draw(1, 60)).logits)
+        assert torch.equal(again.eval()(draw(1, 60)).logits, pair.theirs(draw(1, 60)).logits)

@@ -1,4 +1,4 @@
-"""The model's numbers against transformers', and the verbs' sharded numbers against the plain ones."""
+"""A Llama alone: decoding, its cache, rotary tables, chunks, initial values; test_families has its numbers."""
 
 import dataclasses
 import math
@@ -10,12 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import TINY, Pair, draw
-
-
-def ours(pair: Pair) -> tuple[llama.Config, llama.Llama]:
-    config, lazy = llama.hf.load(pair.directory)
-    return config, ya.materialize(lazy)
+from tests.models.theirs import SHAPES, TINY, Pair, draw
 
 
 def doubled(params: llama.Llama) -> llama.Llama:
@@ -34,48 +29,9 @@ def next_tokens(tokens: Tensor) -> Tensor:
     return targets
 
 
-def test_logits_are_those_of_transformers(pair: Pair, tokens: Tensor) -> None:
-    config, params = ours(pair)
-    with torch.no_grad():
-        expected = pair.theirs(tokens).logits
-        got = llama.logits(config, params, tokens)
-    assert expected.abs().max() > 1.0
-    torch.testing.assert_close(got, expected, atol=1e-4, rtol=0.0)
-
-
-def test_loss_and_gradients_are_those_of_transformers(pair: Pair, tokens: Tensor) -> None:
-    config, params = ours(pair)
-    batch = {"tokens": tokens[:, :128], "targets": next_tokens(tokens[:, :128])}
-    params = optree.tree_map(lambda leaf: leaf.requires_grad_(), params)
-    mean = llama.loss(config)(params, batch)
-    (mean.total / mean.weight).backward()
-
-    labels = torch.cat([batch["tokens"][:, :1], batch["targets"][:, :-1]], 1)  # theirs are shifted inside
-    pair.theirs.zero_grad()
-    expected = pair.theirs(batch["tokens"], labels=labels).loss
-    expected.backward()
-    assert int(mean.weight) == 128 - 15 - 1
-    torch.testing.assert_close(mean.total / mean.weight, expected, atol=0.0, rtol=1e-5)
-    theirs = dict(pair.theirs.named_parameters())
-    checked = 0
-    for name, gradient in named(optree.tree_map(lambda leaf: leaf.grad, params)):
-        grad = theirs[name].grad
-        atol = 1e-5 * grad.abs().max().item()
-        torch.testing.assert_close(gradient, grad, atol=atol, rtol=0.0, msg=lambda m, n=name: f"{n}: {m}")
-        checked += 1
-    assert checked == len(theirs)
-
-
-def named(params: llama.Llama) -> list[tuple[str, Tensor]]:
-    """`(name in Hugging Face's files, tensor)` of a plain tree."""
-    out = [(llama.hf.PREFIX.embed + key, leaf) for key, leaf in params.embed.items()]
-    for key, stack in params.layers.items():
-        out += [(llama.hf.PREFIX.layers.format(layer=layer) + key, leaf) for layer, leaf in enumerate(stack)]
-    return out + [(llama.hf.PREFIX.head + key, leaf) for key, leaf in params.head.items()]
-
-
+@pytest.mark.parametrize("pair", SHAPES, indirect=True)
 def test_decoding_equals_the_whole_sequence(pair: Pair, tokens: Tensor) -> None:
-    config, params = ours(pair)
+    config, params = pair.ours()
     params = doubled(params)
     tokens = torch.cat([tokens[:, :48], tokens[:, 48:96]])  # [2, 48]
     expected = llama.logits(config, params, tokens)

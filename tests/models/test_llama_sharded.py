@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
-from tests.models.theirs import draw
+from tests.models.theirs import draw, with_targets
 
 # odd sizes: no leaf is divisible by a number of ranks
 CONFIG = llama.Config(vocab=61, embed=33, ffn=41, layers=3, heads=3, kv_heads=1, head_dim=10, max_length=64)
@@ -24,8 +24,7 @@ TX = ya.optim.adamw(1e-2)
 
 
 def batch() -> dict[str, torch.Tensor]:
-    tokens = draw(2, 16, seed=0, most=CONFIG.vocab)
-    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+    return with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))
 
 
 def decoded(config: llama.Config, params: Any) -> list[torch.Tensor]:
@@ -96,9 +95,6 @@ def test_files_hold_the_masters_of_a_sharded_state(
     assert len(got) == len(expected) and len(list(tmp_path.glob("model-*.safetensors"))) > 2
     for a, b in zip(got, expected, strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
-
-
-# ---- theirs, ours, theirs
 
 
 # ---- memory

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ import models
 import yafsdp_fn as ya
 from models import gpt2, llama, mistral, mixtral, qwen3
 from tests.harness.oracle import compare
+from tests.models.test_llama_hf import edit_config
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
 
@@ -109,8 +109,7 @@ def saved(root: Path, name: str, **changes: Any) -> Any:
     """A model in `root` whose config.json is changed; ... removes a key. Gives its parameters."""
     params = ya.materialize(models.of(SMALL[name]).params(SMALL[name]), seed=3)
     models.hf.save(root, SMALL[name], params)
-    values = json.loads((root / "config.json").read_text()) | changes
-    (root / "config.json").write_text(json.dumps({key: value for key, value in values.items() if value is not ...}))
+    edit_config(root, **changes)
     return params
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+import models
+import yafsdp_fn as ya
 from models import llama
 
 SCALING = {
@@ -34,9 +36,14 @@ class Pair:
     theirs: Any
     directory: Path
 
+    def ours(self) -> tuple[Any, Any]:
+        """The config and the parameters that the directory holds."""
+        config, lazy = models.hf.load(self.directory)
+        return config, ya.materialize(lazy)
+
 
 WINDOW = 24
-GROUPED = {"num_key_value_heads": 2, "eos_token_id": None, "bos_token_id": None}
+GROUPED = {"num_key_value_heads": 2}
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 24}),
     "qwen3-tied": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
@@ -69,6 +76,8 @@ def their_model(name: str) -> Any:
             num_attention_heads=4,
             max_position_embeddings=512,
             rms_norm_eps=1e-5,
+            eos_token_id=None,
+            bos_token_id=None,
             **given,
         )
         model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
@@ -88,3 +97,8 @@ TINY = llama.Config(vocab=61, embed=32, ffn=40, layers=3, heads=4, kv_heads=2, h
 def draw(*shape: int, seed: int = 1, most: int = 97) -> torch.Tensor:
     """Tokens below `most`."""
     return torch.randint(0, most, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_targets(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A batch in which the target of each token is the next one."""
+    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}

@@ -20,10 +20,11 @@ import pytest
 import models
 from models import llama
 from tests.harness.pool import Pools
-from train import clm, sft
+from train import clm, sample, sft
 from train.data.rows import Batch, Reader
 from train.running import loop, run, together
 from train.settings import Config, Tuning
+from train.trained.loaded import load
 
 TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=2, head_dim=8, max_length=64)
 WINDOW = 8
@@ -92,12 +93,15 @@ def fine(ranks: list[Run]) -> list[Run]:
 @contextlib.contextmanager
 def tiny() -> Iterator[None]:
     """While `tiny` is the name of a model."""
-    patch = pytest.MonkeyPatch()
-    patch.setitem(models.CONFIGS, "tiny", TINY)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(models.CONFIGS, "tiny", TINY)
         yield
-    finally:
-        patch.undo()
+
+
+def speak(folder: Path, *more: str) -> None:
+    """`python -m train sample` of a run."""
+    config = sample.parsed(["--run", str(folder), "--device", "cpu", *more])
+    sample.show(config, load(config.source))
 
 
 def nothing(times: int, reader: Reader) -> None:
@@ -114,8 +118,7 @@ def tuned(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: An
 
 
 def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook, *arguments: Any) -> Run:
-    patch, err, read = pytest.MonkeyPatch(), io.StringIO(), []
-    next_batch = Reader.next
+    err, read, next_batch = io.StringIO(), [], Reader.next
 
     def next_of(self: Reader) -> Batch:
         hook(len(read) + 1, self, *arguments)
@@ -123,21 +126,23 @@ def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook
         read.append(["".join(map(chr, row.tolist())) for row in batch["tokens"]])
         return batch
 
-    patch.setitem(models.CONFIGS, "tiny", TINY)
-    patch.setattr(Reader, "next", next_of)
-    patch.setattr("gc.unfreeze", lambda: None)  # later collections of this process need not look at all libraries
     error = ""
-    with contextlib.redirect_stderr(err), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stderr(err),
+        contextlib.redirect_stdout(io.StringIO()),
+        tiny(),
+    ):
+        patch.setattr(Reader, "next", next_of)
+        patch.setattr("gc.unfreeze", lambda: None)  # later collections of this process need not look at all libraries
+        patch.setenv("WORLD_SIZE", str(mesh.size()))
         try:
-            patch.setenv("WORLD_SIZE", str(mesh.size()))
             config, job, texts = loop.prepare(argv, kind, job_of, quiet=False)
             together.alike(together.facts(config, texts))
             with run.claimed(config, job.tokenizer) as config:
                 loop.train(config, mesh, job)
         except Exception as raised:
             error = f"{type(raised).__name__}: {raised}"
-        finally:
-            patch.undo()
     return Run(error, err.getvalue(), read)
 
 

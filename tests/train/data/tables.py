@@ -7,8 +7,12 @@ import random
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import datasets
 import pandas
+import pytest
 import torch
 
 from train.data.rows import Place, Position, Reader, Row, Rows, batches
@@ -86,3 +90,16 @@ def rows_of(
     step = ranks * size
     rows = [parts[i % step // size][i // step * size + i % size] for i in range(steps * step)]
     return rows, json.loads(json.dumps(positions[0]))
+
+
+def on_the_hub(monkeypatch: pytest.MonkeyPatch, **splits: datasets.Dataset) -> list[tuple[Any, ...]]:
+    """The dataset org/name is there, with these splits. Returns what is asked: name, split, and whether streamed."""
+    asked = []
+
+    def load(*name: str, split: str, streaming: bool) -> Any:
+        asked.append((*name, split, streaming))
+        return splits[split].to_iterable_dataset() if streaming else splits[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: SimpleNamespace(hash="1"))
+    return asked

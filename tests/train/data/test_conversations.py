@@ -10,7 +10,6 @@ import signal
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,9 @@ import pandas
 import pytest
 
 from tests.harness.pool import Pools
+from tests.train.data.tables import on_the_hub
 from train import tokenizer
-from train.config import Chats, ConfigError, Sources
+from train.config import Chats, ConfigError
 from train.data import store
 from train.data import tokenizer as tokenizers
 from train.data.conversations import ByteChat, Chat, Conversations, Encoded, chat_of
@@ -40,13 +40,9 @@ TALK = [
 ]
 
 
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Pretrained:
-    folder = tmp_path_factory.mktemp("chat")
-    (folder / "a.txt").write_text("One? Yes, one. Two? No. Be short.\n" * 9)
-    text = Sources(files=(f"{folder}/a.txt",), heldout_fraction=0)
-    tokenizer.learn(tokenizer.Config(folder / "bpe", 512, text))
-    found = tokenizers.load(str(folder / "bpe"))
+@pytest.fixture
+def learnt(talk_bpe: Path) -> Pretrained:
+    found = tokenizers.load(str(talk_bpe))
     assert isinstance(found, Pretrained)
     return found
 
@@ -75,24 +71,19 @@ def test_templates_with_marks_and_without_learn_what_the_assistant_says(learnt: 
     assert said(marked, inner.decode) == "Yes, one.<|im_end|>No.<|im_end|>"
     assert marked.stops == {learnt.end, inner.convert_tokens_to_ids("<|im_end|>")}
     assert inner.decode(marked.prompt(TALK[1:2]).tolist()).endswith("One?<|im_end|>\n<|im_start|>assistant\n")
-    before = inner.chat_template
-    try:
-        inner.chat_template = WITHOUT_MARKS
-        plain = chat_of(learnt)
-        assert plain.encode(TALK).tokens.tolist() == marked.encode(TALK).tokens.tolist()
-        assert said(plain, inner.decode) == "Yes, one.<|im_end|>\nNo.<|im_end|>\n"  # a line's end is of the turn
-        assert plain.stops == marked.stops and plain.fingerprint() != marked.fingerprint()
-        inner.chat_template = "{{ messages | length }}" + WITHOUT_MARKS
-        with pytest.raises(ConfigError, match=r"what comes before turn 2 in another way .* \{% generation %\}"):
+    inner.chat_template = WITHOUT_MARKS
+    plain = chat_of(learnt)
+    assert plain.encode(TALK).tokens.tolist() == marked.encode(TALK).tokens.tolist()
+    assert said(plain, inner.decode) == "Yes, one.<|im_end|>\nNo.<|im_end|>\n"  # a line's end is of the turn
+    assert plain.stops == marked.stops and plain.fingerprint() != marked.fingerprint()
+    for template, message in (
+        ("{{ messages | length }}" + WITHOUT_MARKS, r"what comes before turn 2 in another way .* \{% generation %\}"),
+        ("{{ raise_exception('only users') }}", r"the chat template refuses \[\{'role': .*: only users"),
+        (None, "the tokenizer has no chat template"),
+    ):
+        inner.chat_template = template
+        with pytest.raises(ConfigError, match=message):
             chat_of(learnt)
-        inner.chat_template = "{{ raise_exception('only users') }}"
-        with pytest.raises(ConfigError, match=r"the chat template refuses \[\{'role': .*: only users"):
-            chat_of(learnt)
-        inner.chat_template = None
-        with pytest.raises(ConfigError, match="the tokenizer has no chat template"):
-            chat_of(learnt)
-    finally:
-        inner.chat_template = before
 
 
 class Said:
@@ -112,11 +103,19 @@ def rows_of(source: Any, cache: Path, seq_len: int = 30) -> Conversations:
     return Conversations.of("text", [source], Bytes(), ByteChat(), seq_len, cache)
 
 
+def of_nine(cache: Path) -> Conversations:
+    return rows_of(Said(few(9)), cache)
+
+
 def pair(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def plain(encoded: Any, seq_len: int) -> list[tuple[list[int], list[int]]]:
+Piece = tuple[list[int], list[int]]
+"""Tokens and targets."""
+
+
+def plain(encoded: Any, seq_len: int) -> list[Piece]:
     """What is learnt from a conversation, cut by hand: (tokens, targets) of each piece in which something is."""
     tokens, learnt = encoded[0].tolist(), encoded[1].tolist()
     aims = [token if counts else -100 for token, counts in zip(tokens, learnt, strict=True)]
@@ -125,7 +124,7 @@ def plain(encoded: Any, seq_len: int) -> list[tuple[list[int], list[int]]]:
     return [(own, after) for own, after in found if any(aim != -100 for aim in after)]
 
 
-def taken_apart(rows: Conversations) -> list[tuple[list[int], list[int]]]:
+def taken_apart(rows: Conversations) -> list[Piece]:
     """The same, of all rows, checked for their form."""
     found = []
     for index in range(rows.count):
@@ -196,22 +195,14 @@ def test_conversations_come_one_by_one_and_no_more_are_held(tmp_path: Path) -> N
         def __del__(self) -> None:
             Message.there -= 1
 
-    class Many:
-        label = "many"
-
-        def __init__(self, count: int) -> None:
-            self.count = count
-
-        def key(self) -> str:
-            return str(self.count)
-
+    class Many(Said):
         def conversations(self) -> Iterator[Messages]:
-            for i in range(self.count):
-                yield [Message(role="user", content=str(i)), Message(role="assistant", content="a" * 2**14)]
+            for messages in self.found:
+                yield [Message(role="user", content=str(messages)), Message(role="assistant", content="a" * 2**14)]
 
     def peak(count: int) -> int:
         tracemalloc.start()
-        rows = rows_of(Many(count), tmp_path, 2**12)
+        rows = rows_of(Many([[]] * count), tmp_path, 2**12)
         rows.row(rows.count - 1)
         found = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -270,9 +261,9 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path, maker: Callab
     process.kill()
     process.join()
     assert left.exists() and list(tmp_path.glob("*.lock")), "it was killed in the middle"
-    rows = rows_of(Said(few(9)), tmp_path)
+    rows = of_nine(tmp_path)
     assert len(rows.store.ends) == 9 and not list(tmp_path.glob("*.partial"))
-    fresh = rows_of(Said(few(9)), tmp_path / "fresh")
+    fresh = of_nine(tmp_path / "fresh")
     assert rows.fingerprint() == fresh.fingerprint()
 
 
@@ -286,13 +277,13 @@ def test_who_waits_gets_the_tokens_or_the_error_of_who_makes_them(
         patch.setattr(ByteChat, "encode", ENCODE)
         maker(fails=True)
     with pytest.raises(ConfigError, match=r"text: these: conversation 1: role 'tool'"):
-        rows_of(Said(few(9)), tmp_path)
+        of_nine(tmp_path)
     (tmp_path / "go").unlink()
     (tmp_path / "begun").unlink()
     with monkeypatch.context() as patch:
         patch.setattr(ByteChat, "encode", ENCODE)
         maker()
-    rows = rows_of(Said(few(9)), tmp_path)
+    rows = of_nine(tmp_path)
     assert len(rows.store.ends) == 9
 
 
@@ -320,7 +311,7 @@ def test_a_frozen_maker_is_named(tmp_path: Path, maker: Callable[..., Any], monk
     with pytest.raises(
         ConfigError, match=rf"process {process.pid} on .*, which makes its tokens, has given no sign of"
     ):
-        rows_of(Said(few(9)), tmp_path)
+        of_nine(tmp_path)
 
 
 def test_who_makes_tokens_shows_that_it_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,36 +372,33 @@ def test_docstrings_are_signatures_and_what_they_do(tmp_path: Path) -> None:
     ]
 
 
+def both_sides(folder: Path, name: str = "a.jsonl") -> tuple[Any, Any]:
+    """Training and held-out rows of a file of the folder, or of a name on the hub."""
+    source = name if "/" in name else f"{folder}/{name}"
+    config = Chats(datasets=(source,), heldout_fraction=0.2, seq_len=16, batch=1)
+    return open_conversations(config, Bytes(), folder / "cache")
+
+
 def test_conversations_of_the_hub_are_a_stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = datasets.Dataset.from_dict({"messages": [pair(f"q{i}", f"a{i}") for i in range(50)]})
-
-    def load(name: str, split: str, streaming: bool) -> Any:
-        assert streaming and (name, split) == ("org/name", "train")
-        return kept.to_iterable_dataset()
-
-    class Builder:
-        hash = "1"
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: Builder)
-    config = Chats(datasets=("org/name",), heldout_fraction=0.2, seq_len=16, batch=1)
-    sides = open_conversations(config, Bytes(), tmp_path / "cache")
+    asked = on_the_hub(monkeypatch, train=kept)
+    sides = both_sides(tmp_path, "org/name")
     assert sum(int(rows.describe().split()[0]) for rows in sides) == 50
+    assert set(asked) == {("org/name", "train", True)}
 
 
 def test_conversations_of_files_are_read_and_bad_ones_are_named(tmp_path: Path) -> None:
     lines = [{"messages": pair(f"q{i}", f"a{i}"), "other": i} for i in range(50)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    config = Chats(datasets=(f"{tmp_path}/a.jsonl",), heldout_fraction=0.2, seq_len=16, batch=1)
-    training, heldout = open_conversations(config, Bytes(), tmp_path / "cache")
+    training, heldout = both_sides(tmp_path)
     counts = [int(rows.describe().split()[0]) for rows in (training, heldout)]
     assert sum(counts) == 50 and 3 < counts[1] < 25
     pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
-    same = open_conversations(replace(config, datasets=(f"{tmp_path}/a.parquet",)), Bytes(), tmp_path / "cache")
+    same = both_sides(tmp_path, "a.parquet")
     assert [rows.fingerprint() for rows in same] == [training.fingerprint(), heldout.fingerprint()]
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "text": "x"}]}\n')
     with pytest.raises(ConfigError, match=r"column 'messages': .*expected \[\{\"role\": \.\.\., \"content\""):
-        open_conversations(config, Bytes(), tmp_path / "cache")
+        both_sides(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "tool", "content": "x"}] * 2}) + "\n")
     with pytest.raises(ConfigError, match=r"held-out text|training text: .*conversation 1: role 'tool'"):
-        open_conversations(config, Bytes(), tmp_path / "cache")
+        both_sides(tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import struct
@@ -16,10 +17,10 @@ import torch
 
 from tests.harness.pool import Pools
 from tests.train.data.tables import lists, rows_of, texts
+from tests.train.data.test_runs_on_data import together
+from tests.train.data.test_sources import opened
 from tests.train.inside import WINDOW, flags, inside, killed, without
 from train.config import ConfigError, Data
-from train.data import sources
-from train.data import tokenizer as tokenizers
 from train.data.foreign import Pipeline, from_json, to_json
 from train.data.rows import Indexed, Mixed, Row, Rows
 from train.data.store import AT_ONCE
@@ -27,9 +28,14 @@ from train.running import run
 from train.settings import Config
 
 
-def opened(folder: Path, heldout_rows: int = 4, **settings: Any) -> tuple[Rows, Rows]:
-    data = Data(**{"seq_len": 4, **settings})
-    return sources.open_text(data, tokenizers.load(data.tokenizer), folder / "cache", heldout_rows)
+def stored(path: Path, **settings: Any) -> tuple[Rows, Rows]:
+    """The rows of a store, in a cache beside it."""
+    return opened(path.parent, stores=(str(path),), **settings)
+
+
+def refused(path: Path, message: str, **settings: Any) -> None:
+    with pytest.raises(ConfigError, match=message):
+        stored(path, **settings)
 
 
 # ---- stores
@@ -53,18 +59,18 @@ def test_megatrons_stores(tmp_path: Path, kind: Any, code: int, cut: int) -> Non
     prefix = tmp_path / "part_text_document"
     megatrons(prefix, [[*text.encode(), 0] for text in found], kind, code, cut)
     (tmp_path / "a.txt").write_text("\n".join(found[:15]))
-    training, heldout = opened(tmp_path, stores=(str(prefix),), heldout_fraction=0.25, packing="documents")
+    training, heldout = stored(prefix, heldout_fraction=0.25, packing="documents")
     same, _ = opened(tmp_path, datasets=(str(tmp_path / "a.txt"),), heldout_fraction=0.0, packing="documents")
-    assert isinstance(training, Indexed) and isinstance(same, Indexed) and isinstance(heldout, Indexed)
-    assert training.count == same.count and heldout.count
-    for at in range(training.count):
-        own, other = training.row(at), same.row(at)
-        assert own.keys() == other.keys() and all(torch.equal(own[name], other[name]) for name in own)
+    assert same_rows(training, same) and isinstance(heldout, Indexed)
     first = heldout.row(0)["tokens"].tolist()
     assert bytes(first) == found[15].encode()[: len(first)]
     assert training.fingerprint() != heldout.fingerprint()
-    mixed, _ = opened(tmp_path, stores=(str(prefix),), datasets=(str(tmp_path / "a.txt"),), weights=(1, 3))
+    mixed, _ = stored(prefix, datasets=(str(tmp_path / "a.txt"),), weights=(1, 3))
     assert isinstance(mixed, Mixed)
+
+
+ENDLESS_OR_LARGE = ([[1, 2], [3, 0]], [[1, 256, 0], [3, 0]])
+"""Documents, of which one has no end, or a token beyond the vocabulary."""
 
 
 def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
@@ -82,19 +88,14 @@ def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
     ):
         for suffix, data in zip((".idx", ".bin"), written, strict=True):
             prefix.with_suffix(suffix).write_bytes(data)
-        with pytest.raises(ConfigError, match=message):
-            opened(tmp_path, stores=(str(prefix),))
-    for bad in ([[1, 2], [3, 0]], [[1, 256, 0], [3, 0]]):
+        refused(prefix, message)
+    for bad in ENDLESS_OR_LARGE:
         megatrons(prefix, bad)
-        with pytest.raises(ConfigError, match=r"below 256, and documents that end with 0, .* --append-eod"):
-            opened(tmp_path, stores=(str(prefix),))
+        refused(prefix, r"below 256, and documents that end with 0, .* --append-eod")
     megatrons(prefix, [[], *good])
-    with pytest.raises(ConfigError, match="part: expected documents of a token or more"):
-        opened(tmp_path, stores=(str(prefix),), packing="documents")
-    with pytest.raises(ConfigError, match=r"none\.idx"):
-        opened(tmp_path, stores=(str(tmp_path / "none"),))
-    with pytest.raises(ConfigError, match="there is no text"):
-        opened(tmp_path, stores=(str(prefix),), heldout_files=("a.txt",))
+    refused(prefix, "part: expected documents of a token or more", packing="documents")
+    refused(tmp_path / "none", r"none\.idx")
+    refused(prefix, "there is no text", heldout_files=("a.txt",))
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -105,23 +106,18 @@ def test_every_document_of_a_store_is_looked_at_once(
     """Tokens beyond the vocabulary, and ends that are none, behind the first that go through the tokenizer together."""
     found = [[1, 2, 0]] * (AT_ONCE + 90)
     datatroves(tmp_path / "0.ds", [*found[: AT_ONCE + 70], bad, *found], width)
-    with pytest.raises(
-        ConfigError, match=rf"0\.ds: {says} in document {AT_ONCE + 70}: expected tokens below 256, and "
-    ):
-        opened(tmp_path, stores=(f"{tmp_path}/0.ds",))
+    refused(tmp_path / "0.ds", rf"0\.ds: {says} in document {AT_ONCE + 70}: expected tokens below 256, and ")
     datatroves(tmp_path / "0.ds", found, width)
-    first, _ = opened(tmp_path, stores=(f"{tmp_path}/0.ds",))
+    first, _ = stored(tmp_path / "0.ds")
     monkeypatch.setattr("train.data.foreign._looked_at", lambda *_: 1 / 0)
-    again, _ = opened(tmp_path, stores=(f"{tmp_path}/0.ds",))
+    again, _ = stored(tmp_path / "0.ds")
     assert same_rows(first, again)
 
 
 def datatroves(path: Path, found: list[list[int]], width: int, about: bool = True) -> None:
     """Writes a store as its code does."""
     ends = np.cumsum([len(tokens) for tokens in found])
-    path.write_bytes(
-        struct.pack(f"<{ends[-1]}{'I' if width == 4 else 'H'}", *(token for tokens in found for token in tokens))
-    )
+    path.write_bytes(np.concatenate(found).astype(f"<u{width}").tobytes())
     path.with_name(f"{path.name}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
     if about:
         path.with_name(f"{path.name}.metadata").write_text(f"gpt2|{width}\n{ends[-1]}\n1 T")
@@ -138,10 +134,7 @@ def test_datatroves_stores(tmp_path: Path, width: int, about: bool) -> None:
     datatroves(tmp_path / "0.ds", found, width, about)
     megatrons(tmp_path / "same", found)
     for packing in ("stream", "documents"):
-        pairs = [
-            opened(tmp_path, stores=(str(tmp_path / name),), heldout_fraction=0.25, packing=packing)
-            for name in ("0.ds", "same")
-        ]
+        pairs = [stored(tmp_path / name, heldout_fraction=0.25, packing=packing) for name in ("0.ds", "same")]
         assert all(same_rows(one, other) for one, other in zip(*pairs, strict=True))
 
 
@@ -149,11 +142,8 @@ def test_a_folder_of_datatroves_is_one_source(tmp_path: Path) -> None:
     found = [[*text.encode(), 0] for text in texts(60)]
     for number, at in enumerate((0, 10, 40)):
         datatroves(tmp_path / f"{number}.ds", found[at : (10, 40, 60)[number]], 2)
-    whole, heldout = opened(tmp_path, stores=(str(tmp_path),), packing="documents", heldout_fraction=0.1)
-    parts = [
-        opened(tmp_path, stores=(f"{tmp_path}/{number}.ds",), packing="documents", heldout_fraction=0.1)
-        for number in range(3)
-    ]
+    names = ("", "0.ds", "1.ds", "2.ds")
+    (whole, heldout), *parts = (stored(tmp_path / name, packing="documents", heldout_fraction=0.1) for name in names)
     for joined, side in ((whole, 0), (heldout, 1)):
         assert isinstance(joined, Indexed)
         rows = [part[side] for part in parts]
@@ -166,12 +156,7 @@ def test_a_folder_of_datatroves_is_one_source(tmp_path: Path) -> None:
 def test_datatroves_stores_that_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "0.ds"
     good = [[1, 2, 0], [3, 0]]
-
-    def refused(message: str) -> None:
-        with pytest.raises(ConfigError, match=message):
-            opened(tmp_path, stores=(str(path),))
-
-    refused(r"data.stores: .*0\.ds: .*No such file")
+    refused(path, r"data.stores: .*0\.ds: .*No such file")
     for ends, message in (
         ([3, 6], "it has 10 bytes for 6 tokens of 2"),
         ([6, 5], "rise from above 0"),
@@ -179,19 +164,18 @@ def test_datatroves_stores_that_are_refused(tmp_path: Path) -> None:
     ):
         datatroves(path, good, 2)
         path.with_name("0.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-        refused(message)
+        refused(path, message)
     datatroves(path, good, 2)
     path.with_name("0.ds.metadata").write_text("gpt2|3\n5\n")
-    refused("of 3 bytes each: expected 2 or 4")
-    for bad in ([[1, 2], [3, 0]], [[1, 256, 0], [3, 0]]):
+    refused(path, "of 3 bytes each: expected 2 or 4")
+    for bad in ENDLESS_OR_LARGE:
         datatroves(path, bad, 2)
-        refused(r"below 256, and documents that end with 0, .* with an eos_token")
+        refused(path, r"below 256, and documents that end with 0, .* with an eos_token")
     datatroves(path, good, 2)
     path.with_name("0.ds.loss").write_bytes(bytes(5))
-    refused(r"0\.ds\.loss leaves tokens out of the loss")
-    with pytest.raises(ConfigError, match=r"is a folder without files that end in \.ds"):
-        (tmp_path / "empty").mkdir()
-        opened(tmp_path, stores=(f"{tmp_path}/empty",))
+    refused(path, r"0\.ds\.loss leaves tokens out of the loss")
+    (tmp_path / "empty").mkdir()
+    refused(tmp_path / "empty", r"is a folder without files that end in \.ds")
 
 
 @pytest.mark.parametrize("width", [2, 4])
@@ -203,7 +187,7 @@ def test_a_store_that_datatrove_itself_writes(tmp_path: Path, width: int) -> Non
         file.write(tokens, None)
     file.close()
     datatroves(tmp_path / "ours.ds", found, width)
-    theirs, ours = (opened(tmp_path, stores=(f"{tmp_path}/{name}.ds",))[0] for name in ("theirs", "ours"))
+    theirs, ours = (stored(tmp_path / f"{name}.ds")[0] for name in ("theirs", "ours"))
     assert same_rows(theirs, ours)
 
 
@@ -345,8 +329,7 @@ def test_a_dataset_of_another_length_is_another_text(tmp_path: Path) -> None:
     pytest.importorskip("grain")
     one = pipeline(tmp_path, GRAIN, "numbered")
     (tmp_path / "own.py").write_text("HOW_MANY = 11\n" + OWN + GRAIN.replace("return 11", "return HOW_MANY"))
-    many = Pipeline(one.name, one.source, one.split, one.seq_len, one.packing, one.vocab)
-    few = Pipeline(one.name, one.source, one.split, one.seq_len, one.packing, one.vocab)
+    many, few = (dataclasses.replace(one) for _ in range(2))
     few._function.__globals__["HOW_MANY"] = 9
     assert many.fingerprint() != few.fingerprint()
 
@@ -481,13 +464,10 @@ def test_a_run_on_a_pipeline_goes_on_with_other_ranks(pools: Pools, tmp_path: Pa
     assert {one.error for one in two} == {"Killed: "}
     (one,) = pools[1].run(inside, (*argv, "--resume", "--steps", "8"))
     assert one.error == ""
-    read = [row for step in range(4) for each in two for row in each.read[step]] + [
-        row for step in one.read for row in step
-    ]
+    read = together(two, 4) + together([one], len(one.read))
     expected = by_hand(pipeline(tmp_path, OWN, "rows", seq_len=WINDOW), seed=0)
-    assert (
-        read == ["".join(map(chr, row["tokens"].tolist())) for row in islice(expected, len(read))] and len(read) == 24
-    )
+    assert read == ["".join(map(chr, row["tokens"].tolist())) for row in islice(expected, len(read))]
+    assert len(read) == 24
     # another file is another text
     (changed,) = pools[1].run(inside, (*piped(tmp_path, OWN.replace("7 * i", "8 * i")), "--resume", "--steps", "9"))
     assert "--resume: the text is not that of the run" in changed.error
@@ -504,10 +484,9 @@ def rows(*, split, epoch, seed, seq_len):
 
 
 def test_a_config_of_others_runs_no_pipeline(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    folder.mkdir()
+    (tmp_path / "a").mkdir()
     named = f"{tmp_path / 'evil.py'}:f"
-    (folder / "config.json").write_text(json.dumps({"data": {"pipelines": [named]}}))
+    (tmp_path / "a" / "config.json").write_text(json.dumps({"data": {"pipelines": [named]}}))
     argv = ["--resume", "--runs", str(tmp_path), "--name", "a"]
     with pytest.raises(ConfigError, match=rf"only the command line does, --data.pipelines {named}"):
         run.parse(argv, Config, quiet=False)

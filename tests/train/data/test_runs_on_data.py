@@ -18,8 +18,8 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
 from tests.train.data.tables import jsonl, texts
-from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, tiny, without
-from train import sample, tokenizer
+from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, speak, tiny, without
+from train import tokenizer
 from train.config import Data, Sources
 from train.data import sources
 from train.data.rows import Place
@@ -27,7 +27,6 @@ from train.data.stream import Gathered
 from train.data.tokenizer import Bytes
 from train.running.loop import Evaluation
 from train.settings import Config
-from train.trained.loaded import load
 
 
 def together(ranks: Sequence[Run], steps: int) -> list[str]:
@@ -73,8 +72,7 @@ def sampled(mesh: Any, folder: Path) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), tiny(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "200")
-        config = sample.parsed(["--run", str(folder), "--prompt", "line", "--length", "3", "--device", "cpu"])
-        sample.show(config, load(config.source))
+        speak(folder, "--prompt", "line", "--length", "3")
     return out.getvalue()
 
 

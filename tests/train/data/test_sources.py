@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import datasets
+import pandas
 import pytest
 import torch
 
-from tests.train.data.tables import jsonl, text_of, texts
+from tests.train.data.tables import jsonl, on_the_hub, text_of, texts
 from train import tokenizer
 from train.config import ConfigError, Data, Optim, Sources
 from train.data import sources
@@ -42,8 +45,6 @@ def stop() -> bool:
 
 
 def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
-    import pandas
-
     found = texts(60)
     table = pandas.DataFrame({"body": found, "other": range(60)})
     (tmp_path / "one").mkdir()
@@ -69,21 +70,10 @@ def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
 
 def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the hub gives, in its place: `load_dataset` of a name, with splits."""
-    import datasets
-
     kept = {
         split: datasets.Dataset.from_dict({"text": texts(20, seed)}) for seed, split in enumerate(("train", "test"))
     }
-
-    class Builder:
-        hash = "1"
-
-    def load(*name: str, split: str, streaming: bool) -> Any:
-        assert name == ("org/name", "config")
-        return kept[split].to_iterable_dataset() if streaming else kept[split]
-
-    monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_: Builder)
+    asked = on_the_hub(monkeypatch, **kept)
     for streaming in (False, True):
         config = Sources(datasets=("org/name:config",), heldout_split="test", streaming=streaming)
         ((training, heldout),) = sources.documents(config)
@@ -91,6 +81,7 @@ def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.M
         assert training.key() != heldout.key()
     with pytest.raises(ConfigError, match=r"'org/name:config' cannot be opened: 'nosuch'"):
         list(sources.documents(Sources(datasets=("org/name:config",), split="nosuch"))[0][0].texts())
+    assert {each[:2] for each in asked} == {("org/name", "config")}
 
 
 def test_a_stream_and_a_store_hold_out_the_same_documents(tmp_path: Path) -> None:
@@ -239,8 +230,6 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, make: Callable[[
 
 @pytest.mark.parametrize("name", ["datasets", "transformers"])
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    import sys
-
     monkeypatch.setitem(sys.modules, name, None)
     settings: dict[str, Any] = {"datasets": (jsonl(tmp_path, texts(3)),)} if name == "datasets" else {"tokenizer": "x"}
     with pytest.raises(ConfigError, match=rf"needs the library {name}: pip install 'yafsdp_fn\[data\]'"):

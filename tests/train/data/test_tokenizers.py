@@ -14,24 +14,15 @@ import pytest
 from tests.harness import forked
 from tests.harness.pages import ROOT
 from train import tokenizer
-from train.config import ConfigError, Sources
+from train.config import ConfigError
 from train.data import conversations
 from train.data import tokenizer as tokenizers
 
 
-@pytest.fixture(scope="module")
-def learnt(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("learnt")
-    (folder / "a.txt").write_text("One? Yes, one. Two? No. Be short.\n" * 9)
-    text = Sources(files=(f"{folder}/a.txt",), heldout_fraction=0)
-    tokenizer.learn(tokenizer.Config(folder / "bpe", 512, text))
-    return folder / "bpe"
-
-
 @pytest.fixture
-def folder(learnt: Path, tmp_path: Path) -> Path:
+def folder(talk_bpe: Path, tmp_path: Path) -> Path:
     """A copy to spoil."""
-    return Path(shutil.copytree(learnt, tmp_path / "bpe"))
+    return Path(shutil.copytree(talk_bpe, tmp_path / "bpe"))
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
