@@ -27,7 +27,7 @@ from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.small import Model, batch, loss, model, one_rank
+from tests.harness.small import Model, batch, embed, loss, model, one_rank
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
@@ -89,8 +89,7 @@ def on_the_wire() -> Model:
 
 def cast_loss(p: Model, b: Any) -> ya.Mean:
     """`loss` in the dtype of the layers, whatever the embedding's is."""
-    x = ya.apply(lambda w, t, like: F.embedding(t, w["weight"]), p.embed, b["tokens"], None)
-    x, _ = ya.scan(_any_dtype, x, p.layers)
+    x, _ = ya.scan(_any_dtype, ya.apply(embed, p.embed, b["tokens"]), p.layers)
     mean: ya.Mean = ya.apply(_head, p.head, x, b["targets"])
     return mean
 
