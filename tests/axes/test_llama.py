@@ -22,6 +22,7 @@ from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import by_name
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
+from yafsdp_fn.schedules import assign, one_f_one_b, zero3
 
 SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 S, ROWS, STEPS = 16, 4, 3
@@ -101,7 +102,7 @@ def stages_of(case: Case) -> Any:
     config, family = config_of(case), FAMILIES[case.family]
     params = family.params(config, **case.axes.options)
     trace = ya.planner.trace(family.loss(config), params, batch_of(0, case.documents))
-    return ya.schedules.assign(trace, case.mesh["stage"])
+    return assign(trace, case.mesh["stage"])
 
 
 def exact(_: Any, case: Case) -> None:
@@ -111,8 +112,8 @@ def exact(_: Any, case: Case) -> None:
     state = ya.init(params, optimizer(), mesh=mesh, precision=FLOAT64, stages=stages)
     limit = {} if case.capacity is None else {"capacity": case.capacity}
     loss = family.loss(config, axes=axes, **case.loss, **limit)
-    schedule = ya.schedules.zero3(remat="all" if case.recomputed else "none")
-    schedule = schedule if stages is None else ya.schedules.one_f_one_b(schedule)
+    schedule = zero3(remat="all" if case.recomputed else "none")
+    schedule = schedule if stages is None else one_f_one_b(schedule)
     how = {"schedule": schedule, "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())

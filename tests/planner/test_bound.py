@@ -80,7 +80,7 @@ def test_a_gather_beside_the_last_updates() -> None:
     names = ya.Precision().names
     trace = Trace(units, tuple(visits), chained_order(visits, 1), mesh, 1, precision=names, update_when="after norm")
     cluster = SLOW.replace(gpus_per_node=4, contention=0.7, network_latency=1e-1, memory_bandwidth=1e9)
-    program = ya.schedules.zero1(update=True)(trace)
+    program = zero1(update=True)(trace)
     assert isinstance(program.ops[-2], Gather) and isinstance(program.ops[-1], Update)
     assert expect_below(program, cluster).seconds == pytest.approx(simulate(program, cluster).seconds)
 
@@ -90,7 +90,7 @@ def test_a_gather_beside_the_update_of_another_unit_of_the_first_visit() -> None
     visits = [Visit(0, "x", (0, 1), (), Cost(flops=10**8))]
     names = ya.Precision().names
     trace = Trace(units, tuple(visits), chained_order(visits, 1), (("shard", 2),), 1, precision=names)
-    program = ya.schedules.zero1(update=True)(trace._replace(update_when="after norm"))
+    program = zero1(update=True)(trace._replace(update_when="after norm"))
     kinds = [type(op) for op in program.ops[-4:]]
     assert kinds == [Update, Gather, Update, Gather]
     expect_below(program, SLOW.replace(gpus_per_node=2, contention=0.0, network_latency=1e-1, memory_bandwidth=1e9))

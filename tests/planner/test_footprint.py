@@ -28,6 +28,7 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import Model, batch, embed, loss, model, one_rank
+from yafsdp_fn import optim
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
@@ -42,7 +43,7 @@ Compared = tuple[Items, Items]
 """Predicted, and real."""
 HeldCase = tuple[str, str, int]
 """Names of a precision and of a schedule, and microbatches."""
-TX = ya.optim.adamw(1e-2)
+TX = optim.adamw(1e-2)
 KNOWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = {
     "fp32": ya.Precision(),
@@ -375,7 +376,7 @@ def between(config: llama.Config) -> Any:
         (SMALL_HEAD, "all", {}),
         (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
         (SMALL_HEAD, "all", {"loss": between}),
-        (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),
+        (SMALL_HEAD, "all", {"tx": optim.assume_elementwise((TX.init, TX.update))}),
         (LARGE_HEAD, "all", {"loss": outside}),
     ],
     ids=["layers", "recomputed", "chunks", "between", "plain optimizer", "outside"],
@@ -418,7 +419,7 @@ def test_the_peak_on_two_ranks(mesh: Any) -> None:
     agree(*measured(mesh, LARGE_HEAD, zero3(remat="all"), 2), 0.01)
 
 
-MUON = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.muon(0.02, others=ya.optim.adamw(1e-3)))
+MUON = optim.chain(optim.clip_by_global_norm(1.0), optim.muon(0.02, others=optim.adamw(1e-3)))
 
 
 @pytest.mark.nightly

@@ -20,7 +20,7 @@ from yafsdp_fn.program.measured import Cost, OptimizerMemory, Value
 from yafsdp_fn.program.ops import Backward, Receive, Send
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
+from yafsdp_fn.schedules import Trace, pipelines, remat, zero1, zero2
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.timeline.text import shown
 
@@ -159,7 +159,7 @@ def test_halves_of_a_backward_cost_what_it_does() -> None:
     cost = Cost(flops=10**12, bwd_flops=3 * 10**12, attention_flops=10**12, bwd_attention_flops=2 * 10**12)
     trace = chain(2, 1)
     visits = [v._replace(cost=cost._replace(arguments=v.cost.arguments)) for v in trace.visits]
-    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=ya.schedules.remat.all)))
+    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=remat.all)))
     computes = simulate(made, NO_LINKS).by_stage[1].on("compute")
     halves = {s.op.half: s.seconds for s in computes if isinstance(s.op, Backward)}
     assert halves == {"inputs": 2 + 1 + 2, "weights": 2}

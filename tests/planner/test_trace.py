@@ -19,12 +19,13 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param, with_block, with_ends
+from yafsdp_fn import optim
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.planner.trace import trace
-from yafsdp_fn.schedules import Program
+from yafsdp_fn.schedules import Program, zero3
 from yafsdp_fn.util.torch_private import causal_to_the_last
 
-TX = ya.optim.adamw(1e-2)
+TX = optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
 META = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch().items()}
 
@@ -83,7 +84,7 @@ def test_ranks_do_not_communicate_to_trace(pools: Pools) -> None:
 
 def test_it_is_saved_with_a_program() -> None:
     found = trace(loss, model(), META)
-    program = ya.schedules.zero3()(found)
+    program = zero3()(found)
     assert Program.from_json(program.to_json()) == program and program.trace.visits[1].cost.takes
     visits = (v._replace(cost=v.cost._replace(flops=0, takes=(), gives=())) for v in found.visits)
     plain = found._replace(visits=tuple(visits))
@@ -324,13 +325,13 @@ def momentum_of_matrices(path: str, param: ya.Param) -> bool:
 
 OPTIMIZERS = [
     TX,
-    ya.optim.sgd(0.1),
-    ya.optim.masked(ya.optim.sgd(0.1, momentum=0.9), momentum_of_matrices),
-    ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.assume_elementwise((TX.init, TX.update))),
+    optim.sgd(0.1),
+    optim.masked(optim.sgd(0.1, momentum=0.9), momentum_of_matrices),
+    optim.chain(optim.clip_by_global_norm(1.0), optim.assume_elementwise((TX.init, TX.update))),
 ]
 
 
-RATES = [ya.optim.adamw(lambda count: 1e-3 / (1 + count)), ya.optim.sgd(lambda count: 1e-3 / (1 + count), 0.9)]
+RATES = [optim.adamw(lambda count: 1e-3 / (1 + count)), optim.sgd(lambda count: 1e-3 / (1 + count), 0.9)]
 
 
 @pytest.mark.parametrize("tx", RATES, ids=["adamw", "sgd"])
@@ -368,7 +369,7 @@ def test_a_plan_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch._C, name, asked, raising=False)
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)  # that needs no driver
-    plan = ya.planner.plan(loss, model(), META, tx=ya.optim.muon(1e-2), ranks=16, cluster="h100-80g")
+    plan = ya.planner.plan(loss, model(), META, tx=optim.muon(1e-2), ranks=16, cluster="h100-80g")
     assert plan.fits and not torch.cuda.is_initialized()
 
 

@@ -10,6 +10,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.abstract import step_of
 from tests.harness.damage import put
+from yafsdp_fn.schedules import zero3
 from yafsdp_fn.timeline import Timeline
 
 
@@ -17,7 +18,7 @@ from yafsdp_fn.timeline import Timeline
 def timeline() -> Timeline:
     config = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
     trace = ya.planner.trace(*step_of(config, 1, 8), ranks=8, tx=ya.optim.adamw(1e-3))
-    return ya.planner.simulate(ya.schedules.zero3()(trace), "a100-80g")
+    return ya.planner.simulate(zero3()(trace), "a100-80g")
 
 
 def test_a_timeline_comes_back_as_it_was(timeline: Timeline) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import B, E, F, L, Model, S, V, batch, block, embed, head, loss, model, one_rank
-from yafsdp_fn.schedules import Trace
+from yafsdp_fn.schedules import Gather, Trace
 
 TX = ya.optim.sgd(0.1)
 FLOAT = 4
@@ -149,7 +149,7 @@ def test_a_loss_that_needs_values_says_what_to_do(use: Any) -> None:
     state = ya.init(model(), TX, mesh=one_rank())
     step = ya.train_step(needy, TX)
     state, _ = step(state, batch())
-    assert step.lower(state, batch()).count(ya.schedules.Gather) == 1
+    assert step.lower(state, batch()).count(Gather) == 1
 
 
 def test_frozen_units_are_visited_and_not_trained() -> None:
