@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.abstract import step_of
 from tests.harness.pool import Pools
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param, with_block, with_ends
 from yafsdp_fn import optim
@@ -217,6 +218,7 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
     keys, heads, size = how.get("keys", T), how.get("heads", H), how.get("dtype", torch.float32).itemsize
     rows, columns = B * H * S * D * size, B * heads * keys * D * size
     mask = S * keys if how.get("attn_mask") is True else 0
+    assert cost.carry_bytes == rows
     assert cost.kept_bytes == rows + rows + 2 * columns + rows + B * H * S * 4 + mask  # x, q, k and v, out, logsumexp
 
 
@@ -288,16 +290,9 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
 
 
 def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
-    config = llama.CONFIGS["llama3.1-405b"]
-    tokens = torch.empty(1, 8192, dtype=torch.long, device="meta")
-    before = _resident()
-    found = trace(
-        llama.loss(config),
-        llama.params(config),
-        {"tokens": tokens, "targets": tokens},
-        mesh=(("node", 2048), ("local", 8)),
-        precision=ya.Precision(compute=torch.bfloat16),
-    )
+    config, before = llama.CONFIGS["llama3.1-405b"], _resident()
+    precision = ya.Precision(compute=torch.bfloat16)
+    found = trace(*step_of(config, 1, 8192), mesh=(("node", 2048), ("local", 8)), precision=precision)
     assert len(found.visits) == 128 and found.ranks == 16384
     parameters = sum(unit.numel for unit in found.units)
     assert 405e9 < parameters < 406e9
