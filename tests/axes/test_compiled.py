@@ -17,6 +17,7 @@ from tests.axes.test_llama import SEQUENCE, Case, batch_of, config_of, wide
 from tests.axes.test_transforms import mlp_params
 from tests.harness.groups import outcome
 from tests.harness.pool import on_ranks
+from yafsdp_fn.schedules import zero3
 
 WITHOUT = ya.params.without_markers
 
@@ -57,7 +58,7 @@ def test_a_block_with_collectives(_: Any, backend: str) -> None:
 
     block = torch.compile(mlp, backend=counted)
     for remat in ("none", "all"):
-        both = ya.value_and_grad(loss_with(block), schedule=ya.schedules.zero3(remat=remat))
+        both = ya.value_and_grad(loss_with(block), schedule=zero3(remat=remat))
         for _ in range(2):
             value, gradient = both(state.params, drawn())
             close(value, want[0], "value")

@@ -20,7 +20,9 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.fake_cuda.together import troubles
 from tests.harness.marks import by_day
+from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.schedules import zero3
 from yafsdp_fn.util import squares
 
 s = ya.schedules
@@ -32,9 +34,9 @@ DAYS = ("kept", "recomputed", "whole leaves")
 
 def day(mesh: Any, device: torch.device, which: str) -> list[Any]:
     """Some steps, and whole values; what a user might look at."""
-    inner = ya.optim.muon(1e-2, dtype=None) if which == "whole leaves" else ya.optim.adamw(1e-2)
-    page, tx = example(), ya.optim.chain(ya.optim.clip_by_global_norm(0.1), inner)
-    schedule = ya.schedules.zero3(remat="all") if which == "recomputed" else ya.schedules.zero3()
+    inner = optim.muon(1e-2, dtype=None) if which == "whole leaves" else optim.adamw(1e-2)
+    page, tx = example(), optim.chain(optim.clip_by_global_norm(0.1), inner)
+    schedule = zero3(remat="all") if which == "recomputed" else zero3()
     state, out = ya.init(page["params"], tx, mesh=mesh), list[Any]()
     step = ya.train_step(page["loss_fn"], tx, schedule=schedule, microbatches=2)
     for _ in range(4):
@@ -67,7 +69,7 @@ def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], 
 
 def launched(axes: dict[str, int], schedule: Any, rank: int) -> Log:
     """The log of one rank's steps."""
-    page, tx = example(), ya.optim.adamw(1e-2)
+    page, tx = example(), optim.adamw(1e-2)
     with fake_cuda() as device, rank_of(axes, rank=rank) as mesh:
         stages = None
         if "stage" in axes:
@@ -114,12 +116,12 @@ def used() -> tuple[set[str], set[str]]:
             "yafsdp_fn.communication.communicators.make_communicator", lambda group, device: made.append(group)
         )
         page, comms = example(), communicators(mesh)
-        state = ya.init(page["params"], ya.optim.sgd(0.1), mesh=mesh)
+        state = ya.init(page["params"], optim.sgd(0.1), mesh=mesh)
         every = {each.process_group for each in (*comms.groups, *comms.along.values(), comms.metrics_group)}
         met = {each.group_desc for each in every if each.issued or each in made}
         for each in every:
             each.issued.clear()
-        step = ya.train_step(page["loss_fn"], ya.optim.sgd(0.1))
+        step = ya.train_step(page["loss_fn"], optim.sgd(0.1))
         for _ in range(2):
             state, _ = step(state, {name: x.to(CUDA) for name, x in batch().items()})
         return met, {each.group_desc for each in every if each.issued}

@@ -15,6 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.groups import SOON, breakable_stages, outcome
 from tests.harness.marks import by_day, nightly
 from tests.harness.pool import Pools, on_ranks
+from yafsdp_fn.schedules import Assignment, zero2, zero_bubble
 
 TX = ya.optim.sgd(0.1)
 WRONG: dict[str, Callable[[Tensor], Tensor]] = {
@@ -30,7 +31,7 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
     traced: on fake tensors, too"""
     mesh, rank = breakable_stages(2, tensor=2), torch.distributed.get_rank()
     tree = {name: {"w": ya.Param((4,), split={"tensor": -1})} for name in ("one", "two")}
-    stages = ya.schedules.Assignment(units=((0,), (1,)), homes=(0, 1))
+    stages = Assignment(units=((0,), (1,)), homes=(0, 1))
     state = ya.init(tree, TX, mesh=mesh, stages=stages)
 
     def step(state: Any, odd: bool) -> None:
@@ -41,7 +42,7 @@ def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
         def loss(params: Any, x: Tensor) -> Tensor:
             return ya.apply(block, params["two"], ya.apply(block, params["one"], x, odd), False).sum()
 
-        run = ya.train_step(loss, TX, schedule=ya.schedules.zero_bubble(ya.schedules.zero2()))
+        run = ya.train_step(loss, TX, schedule=zero_bubble(zero2()))
         run(state, torch.full((2,), 0.1))
 
     step(state.copy(), odd=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
@@ -17,6 +16,22 @@ from tests.axes.model import PLAIN, ROWS, Options, batch_of, loss_of, mesh_of, p
 from tests.harness.marks import nightly
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
+from yafsdp_fn.schedules import (
+    Backward,
+    Forward,
+    Schedule,
+    Stash,
+    assign,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    remat,
+    v_shaped,
+    zero1,
+    zero2,
+    zero3,
+    zero_bubble,
+)
 from yafsdp_fn.schedules.builders import _schedule
 from yafsdp_fn.util.mesh_axes import INSIDE
 
@@ -30,32 +45,32 @@ def one_slot(trace: Any) -> dict[int, int]:
     return {unit.id: names.index(unit.stack or unit.name) for unit in trace.units}
 
 
-SCHEDULES: dict[str, Callable[[], Any]] = {
-    "zero1": lambda: ya.schedules.zero1(),
-    "zero2": lambda: ya.schedules.zero2(),
-    "zero3": lambda: ya.schedules.zero3(),
-    "recomputed": lambda: ya.schedules.zero3(remat="all"),
-    "offloaded": lambda: ya.schedules.zero3(remat=ya.schedules.remat.offload()),
-    "secondary": lambda: _schedule(one_slot, "none", prefetch=0, update=False, secondary=6),  # hpz, in one node
-    "updates": lambda: ya.schedules.zero2(update=True),
+SCHEDULES: dict[str, Schedule] = {
+    "zero1": zero1(),
+    "zero2": zero2(),
+    "zero3": zero3(),
+    "recomputed": zero3(remat="all"),
+    "offloaded": zero3(remat=remat.offload()),
+    "secondary": _schedule(one_slot, "none", prefetch=0, update=False, secondary=6),  # hpz, in one node
+    "updates": zero2(update=True),
 }
 
 
 class Pipeline(NamedTuple):
     """Schedules of a pipeline. per_stage: its segments"""
 
-    schedule: Callable[[], Any]
+    schedule: Schedule
     per_stage: int = 1
     shape: Any = "loop"
 
 
 PIPELINES = {
-    "gpipe": Pipeline(lambda: ya.schedules.gpipe(ya.schedules.zero3(remat="all"))),
-    "1f1b": Pipeline(lambda: ya.schedules.one_f_one_b(ya.schedules.zero2())),
-    "interleaved": Pipeline(lambda: ya.schedules.interleaved(ya.schedules.zero3()), 2),
-    "zero-bubble": Pipeline(lambda: ya.schedules.zero_bubble(ya.schedules.zero2())),
-    "zero-bubble, recomputed": Pipeline(lambda: ya.schedules.zero_bubble(ya.schedules.zero3(remat="all"))),
-    "v": Pipeline(lambda: ya.schedules.v_shaped(ya.schedules.zero1()), 2, "v"),
+    "gpipe": Pipeline(gpipe(zero3(remat="all"))),
+    "1f1b": Pipeline(one_f_one_b(zero2())),
+    "interleaved": Pipeline(interleaved(zero3()), 2),
+    "zero-bubble": Pipeline(zero_bubble(zero2())),
+    "zero-bubble, recomputed": Pipeline(zero_bubble(zero3(remat="all"))),
+    "v": Pipeline(v_shaped(zero1()), 2, "v"),
 }
 
 
@@ -90,7 +105,7 @@ def stages_of(of: Options, axes: dict[str, int], schedule: str = "1f1b") -> Any:
     if "stage" not in axes:
         return None
     pipeline = PIPELINES[schedule]
-    return ya.schedules.assign(whole_trace(of), axes["stage"], per_stage=pipeline.per_stage, shape=pipeline.shape)
+    return assign(whole_trace(of), axes["stage"], per_stage=pipeline.per_stage, shape=pipeline.shape)
 
 
 def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches: int) -> None:
@@ -99,7 +114,7 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
     loss, gradients, metrics, after = plain(of, microbatches if of.dropout else 1)
     cut = functools.partial(ya.shard_batch, mesh=mesh, split={"context": 1}, zigzag=of.zigzag)
     made = PIPELINES[schedule].schedule if schedule in PIPELINES else SCHEDULES[schedule]
-    how: Any = {"schedule": made(), "microbatches": microbatches}
+    how: Any = {"schedule": made, "microbatches": microbatches}
     both = ya.value_and_grad(loss_of(of), **how)
     for _ in range(2 if schedule != "updates" else 0):  # recorded, and by its program
         value, grads = both(state.params, cut(batch_of(0)))
@@ -113,8 +128,8 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
             close(found["loss"], metrics[number]["loss"], "loss")
             close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
     own = step.program(state).stages[state.memory.comms.stage]
-    assert any(isinstance(op, ya.schedules.Stash) for op in own) == (schedule == "secondary")
-    spans, computes = recording.timeline().spans, (ya.schedules.Forward, ya.schedules.Backward)
+    assert any(isinstance(op, Stash) for op in own) == (schedule == "secondary")
+    spans, computes = recording.timeline().spans, (Forward, Backward)
     assert [span.op for span in spans if isinstance(span.op, computes)] == [
         op for op in own if isinstance(op, computes)
     ]
@@ -204,7 +219,7 @@ def test_sums_in_a_wider_dtype(_: Any) -> None:
     precision = ya.Precision(torch.float64, reduce=torch.float32, accumulate=torch.float64)
     for axes in ({"shard": 2, "tensor": 2}, {"replicate": 2, "shard": 1, "tensor": 2}):
         state = ya.init(params(PLAIN), mesh=mesh_of(**axes), precision=precision)
-        for schedule in (ya.schedules.zero3(), ya.schedules.zero2()):
+        for schedule in (zero3(), zero2()):
             both = ya.value_and_grad(loss_of(PLAIN), schedule=schedule, microbatches=2)
             for _ in range(2):
                 _, grads = both(state.params, ya.shard_batch(batch_of(0), state.mesh))
@@ -218,7 +233,7 @@ def bits(_: Any, axes: dict[str, int], schedule: str) -> Any:
     """Losses and norms of three steps, and the parameters, in float32. One rank of `shard`, or two."""
     mesh = ya.mesh(device="cpu", deterministic=4, **axes)
     state = ya.init(params(NOISY), optimizer(), mesh=mesh, precision=ya.Precision(torch.float32))
-    step, found = ya.train_step(loss_of(NOISY), optimizer(), schedule=SCHEDULES[schedule]()), list[Any]()
+    step, found = ya.train_step(loss_of(NOISY), optimizer(), schedule=SCHEDULES[schedule]), list[Any]()
     for number in range(STEPS):
         state, metrics = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
         found += [metrics["loss"], metrics["grad_norm"]]

@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from models import mixtral
 from models.parts.axes import Axes
 from tests.axes.test_exact import FLOAT64, close
-from tests.axes.test_llama import EXPERT, SIZE, Case, S, batch_of, config_of, exact, wide
+from tests.axes.test_llama import EXPERT, SIZE, Case, S, batch_of, config_of, exact, on_their_ranks, wide
 from tests.harness.pool import Pool, on_ranks
 
 TENSOR, SEQUENCE = Axes(expert=True, tensor=True), Axes(expert=True, tensor=True, sequence=True)
@@ -30,40 +30,36 @@ def case(mesh: dict[str, int], axes: Axes, **more: Any) -> Case:
 
 
 CASES = {
-    # name: (ranks, nightly, case)
-    "uneven": (2, True, case({"expert": 2}, EXPERT)),
-    "capacity": (2, False, case({"expert": 2}, EXPERT, capacity=0.5, recomputed=True)),
-    "uneven, chunks, documents": (
-        2, True, case({"expert": 2}, EXPERT, loss={"chunks": 2}, documents=True),
-    ),
-    "capacity, microbatches": (2, True, case({"expert": 2}, EXPERT, capacity=1.0, microbatches=2)),
-    "uneven, experts without tokens": (2, False, case({"expert": 2}, EXPERT, alike=True, config={"experts": 8})),
-    "capacity, experts without tokens": (
-        2, False, case({"expert": 2}, EXPERT, alike=True, capacity=1.0, config={"experts": 8}),
-    ),
-    "capacity, context": (2, False, case({"context": 2}, Axes(context=True), capacity=0.6)),
-    "capacity, tensor": (2, True, case({"tensor": 2}, Axes(tensor=True), capacity=0.6)),
-    "tensor": (2, True, case({"tensor": 2}, Axes(tensor=True, sequence=True))),
-    "not split": (2, True, case({"expert": 2}, Axes(), capacity=0.6)),
-    "uneven over four": (4, True, case({"expert": 4}, EXPERT)),
-    "capacity over four": (4, True, case({"expert": 4}, EXPERT, capacity=0.7, config={"experts": 8, "tied": True})),
-    "uneven, shard": (4, True, case({"shard": 2, "expert": 2}, EXPERT, recomputed=True)),
-    "capacity, shard": (4, True, case({"shard": 2, "expert": 2}, EXPERT, capacity=0.5)),
-    "uneven, sequence": (4, True, case({"expert": 2, "tensor": 2}, SEQUENCE)),
-    "capacity and tensor": (4, True, case({"expert": 2, "tensor": 2}, TENSOR, capacity=0.5)),
-    "uneven, context": (4, True, case({"expert": 2, "context": 2}, CONTEXT, documents=True)),
-    "capacity and context": (4, False, case({"expert": 2, "context": 2}, CONTEXT, capacity=0.6, config={"window": 5})),
-}  # fmt: skip
+    "uneven": case({"expert": 2}, EXPERT),
+    "capacity": case({"expert": 2}, EXPERT, capacity=0.5, recomputed=True),
+    "uneven, chunks, documents": case({"expert": 2}, EXPERT, loss={"chunks": 2}, documents=True),
+    "capacity, microbatches": case({"expert": 2}, EXPERT, capacity=1.0, microbatches=2),
+    "uneven, experts without tokens": case({"expert": 2}, EXPERT, alike=True, config={"experts": 8}),
+    "capacity, experts without tokens": case({"expert": 2}, EXPERT, alike=True, capacity=1.0, config={"experts": 8}),
+    "capacity, context": case({"context": 2}, Axes(context=True), capacity=0.6),
+    "capacity, tensor": case({"tensor": 2}, Axes(tensor=True), capacity=0.6),
+    "tensor": case({"tensor": 2}, Axes(tensor=True, sequence=True)),
+    "not split": case({"expert": 2}, Axes(), capacity=0.6),
+    "uneven over four": case({"expert": 4}, EXPERT),
+    "capacity over four": case({"expert": 4}, EXPERT, capacity=0.7, config={"experts": 8, "tied": True}),
+    "uneven, shard": case({"shard": 2, "expert": 2}, EXPERT, recomputed=True),
+    "capacity, shard": case({"shard": 2, "expert": 2}, EXPERT, capacity=0.5),
+    "uneven, sequence": case({"expert": 2, "tensor": 2}, SEQUENCE),
+    "capacity and tensor": case({"expert": 2, "tensor": 2}, TENSOR, capacity=0.5),
+    "uneven, context": case({"expert": 2, "context": 2}, CONTEXT, documents=True),
+    "capacity and context": case({"expert": 2, "context": 2}, CONTEXT, capacity=0.6, config={"window": 5}),
+}
+DAILY = {
+    "capacity",
+    "uneven, experts without tokens",
+    "capacity, experts without tokens",
+    "capacity, context",
+    "capacity and context",
+}
 
 
 @on_ranks()
-@pytest.mark.parametrize(
-    ("world", "case"),
-    [
-        pytest.param(world, case, id=name, marks=[pytest.mark.nightly] * nightly)
-        for name, (world, nightly, case) in CASES.items()
-    ],
-)
+@pytest.mark.parametrize(("world", "case"), on_their_ranks(CASES, CASES.keys() - DAILY))
 def test_exact(mesh: Any, case: Case) -> None:
     exact(mesh, case)
 
@@ -111,7 +107,7 @@ def test_an_expert_takes_the_first_tokens_of_each_row(capacity: float | None, mo
 
 def test_what_the_cases_are_of() -> None:
     """Experts without tokens, and tokens that find no slot, are there."""
-    config = config_of(CASES["uneven, experts without tokens"][2])
+    config = config_of(CASES["uneven, experts without tokens"])
     loss = mixtral.loss(config, has_aux=True)
     _, aux = loss(ya.materialize(wide(mixtral.params(config))), batch_of(0, alike=True))
     assert (aux["expert_load"].total[0] == 0).any()
@@ -153,25 +149,18 @@ def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
         assert optree.tree_all(optree.tree_map(lambda a, b: torch.equal(a.float(), b), whole, want))
 
 
-def refused(_: Any) -> None:
-    def run(made: Axes, run: Axes, **more: Any) -> None:
-        config = dataclasses.replace(CONFIG, **more)
-        state = ya.init(mixtral.params(config, axes=made), mesh=ya.mesh(expert=2, device="cpu"))
-        ya.value_and_grad(mixtral.loss(config, axes=run))(state.params, batch_of(0))
-
-    with pytest.raises(ValueError, match=r"experts: this rank's weights have 2 of 4 .* over 1 ranks of expert"):
-        run(EXPERT, Axes())
-    with pytest.raises(ValueError, match=r"experts: .* have 4 of 4 .* over 2 ranks of expert; .* axes=Axes\(expert="):
-        run(Axes(), EXPERT)
-    with pytest.raises(ValueError, match="dimension -3 is split over expert, and 5 elements do not divide by its 2"):
-        run(EXPERT, EXPERT, experts=5)
-    with pytest.raises(ValueError, match=r"Config.experts: 5 do not divide among 2 ranks of expert; take fewer"):
-        run(Axes(), EXPERT, experts=5)
-
-
 @on_ranks(2)
-def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
-    refused(mesh)
+def test_what_cannot_be_is_refused_by_name(_: Any) -> None:
+    def refused(made: Axes, run: Axes, text: str, experts: int = 4) -> None:
+        config = dataclasses.replace(CONFIG, experts=experts)
+        with pytest.raises(ValueError, match=text):
+            state = ya.init(mixtral.params(config, axes=made), mesh=ya.mesh(expert=2, device="cpu"))
+            ya.value_and_grad(mixtral.loss(config, axes=run))(state.params, batch_of(0))
+
+    refused(EXPERT, Axes(), r"experts: this rank's weights have 2 of 4 .* over 1 ranks of expert")
+    refused(Axes(), EXPERT, r"experts: .* have 4 of 4 .* over 2 ranks of expert; .* axes=Axes\(expert=")
+    refused(EXPERT, EXPERT, "dimension -3 is split over expert, and 5 elements do not divide by its 2", 5)
+    refused(Axes(), EXPERT, r"Config.experts: 5 do not divide among 2 ranks of expert; take fewer", 5)
     for options in ({"capacity": 0.0}, {"capacity": float("inf")}, {"capacity": 1.0, "layer": mixtral.block(CONFIG)}):
         with pytest.raises(ValueError, match="expected a positive number, and no `layer` of your own beside it"):
             mixtral.loss(CONFIG, **options)

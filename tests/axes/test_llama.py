@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import by_name
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
+from yafsdp_fn.schedules import assign, one_f_one_b, zero3
 
 SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 S, ROWS, STEPS = 16, 4, 3
@@ -101,7 +103,7 @@ def stages_of(case: Case) -> Any:
     config, family = config_of(case), FAMILIES[case.family]
     params = family.params(config, **case.axes.options)
     trace = ya.planner.trace(family.loss(config), params, batch_of(0, case.documents))
-    return ya.schedules.assign(trace, case.mesh["stage"])
+    return assign(trace, case.mesh["stage"])
 
 
 def exact(_: Any, case: Case) -> None:
@@ -111,8 +113,8 @@ def exact(_: Any, case: Case) -> None:
     state = ya.init(params, optimizer(), mesh=mesh, precision=FLOAT64, stages=stages)
     limit = {} if case.capacity is None else {"capacity": case.capacity}
     loss = family.loss(config, axes=axes, **case.loss, **limit)
-    schedule = ya.schedules.zero3(remat="all" if case.recomputed else "none")
-    schedule = schedule if stages is None else ya.schedules.one_f_one_b(schedule)
+    schedule = zero3(remat="all" if case.recomputed else "none")
+    schedule = schedule if stages is None else one_f_one_b(schedule)
     how = {"schedule": schedule, "microbatches": case.microbatches}
     got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh), **how)
     plain = ya.PlainState.create(wide(family.params(config)), optimizer())
@@ -123,20 +125,10 @@ def exact(_: Any, case: Case) -> None:
     close(got[3].params, want[3].params, "parameters")
 
 
-TWO = {
+CASES = {
     "tensor": Case({"tensor": 2}, TENSOR),
     "sequence": Case({"tensor": 2}, SEQUENCE),
     "context": Case({"context": 2}, CONTEXT),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("case", by_name(TWO))
-def test_two_ranks(mesh: Any, case: Case) -> None:
-    exact(mesh, case)
-
-
-TWO_MORE = {
     "tied": Case({"tensor": 2}, TENSOR, {"tied": True}, recomputed=True),
     "qwen3": Case({"tensor": 2}, SEQUENCE, {"tied": True}, family="qwen3", microbatches=2),
     "chunks": Case({"tensor": 2}, SEQUENCE, loss={"chunks": 2}),
@@ -152,9 +144,14 @@ TWO_MORE = {
     "one rank of each": Case({"shard": 2, "tensor": 1, "context": 1}, ALL),
     "none of these axes": Case({"shard": 2}, ALL),
     "the model is not split": Case({"tensor": 2}, Axes()),
+    "shard, tensor": Case({"shard": 2, "tensor": 2}, SEQUENCE, recomputed=True, microbatches=2),
+    "tensor, context": Case({"tensor": 2, "context": 2}, ALL, {"tied": True}, documents=True),
+    "context of four": Case({"context": 4}, CONTEXT, recomputed=True),
+    "tensor of four": Case({"tensor": 4}, SEQUENCE, {"kv_heads": 4}),
+    "shard, context": Case({"shard": 2, "context": 2}, CONTEXT),
+    "stage, tensor": Case({"stage": 2, "tensor": 2}, SEQUENCE, {"tied": True}, loss={"chunks": 2}, microbatches=2),
+    "stage, context": Case({"stage": 2, "context": 2}, CONTEXT, documents=True, recomputed=True, microbatches=2),
 }
-
-
 NIGHTLY = {
     "chunks",
     "documents",
@@ -172,26 +169,17 @@ NIGHTLY = {
 """Of each kind another case is there daily."""
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("case", by_name(TWO_MORE, *NIGHTLY))
-def test_relatives_and_options(mesh: Any, case: Case) -> None:
-    exact(mesh, case)
+def on_their_ranks(cases: Mapping[str, Case], waiting: Collection[str]) -> list[Any]:
+    """Numbers of ranks and cases under their names, of which those that wait run nightly."""
+    return [
+        pytest.param(math.prod(case.mesh.values()), case, id=name, marks=[pytest.mark.nightly] * (name in waiting))
+        for name, case in cases.items()
+    ]
 
 
-FOUR = {
-    "shard, tensor": Case({"shard": 2, "tensor": 2}, SEQUENCE, recomputed=True, microbatches=2),
-    "tensor, context": Case({"tensor": 2, "context": 2}, ALL, {"tied": True}, documents=True),
-    "context of four": Case({"context": 4}, CONTEXT, recomputed=True),
-    "tensor of four": Case({"tensor": 4}, SEQUENCE, {"kv_heads": 4}),
-    "shard, context": Case({"shard": 2, "context": 2}, CONTEXT),
-    "stage, tensor": Case({"stage": 2, "tensor": 2}, SEQUENCE, {"tied": True}, loss={"chunks": 2}, microbatches=2),
-    "stage, context": Case({"stage": 2, "context": 2}, CONTEXT, documents=True, recomputed=True, microbatches=2),
-}
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("case", by_name(FOUR, *NIGHTLY))
-def test_four_ranks(mesh: Any, case: Case) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "case"), on_their_ranks(CASES, NIGHTLY))
+def test_exact(mesh: Any, case: Case) -> None:
     exact(mesh, case)
 
 
@@ -273,38 +261,25 @@ def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
     assert torch.equal(*losses)
 
 
-JOURNEY = [
-    Case({"shard": 4}, TENSOR),
-    Case({"shard": 2, "tensor": 2}, TENSOR),
-    Case({"shard": 2, "context": 2}, TENSOR),
-    Case({"stage": 2, "tensor": 2}, TENSOR),
-]
+STAGED = Case({"stage": 2, "tensor": 2}, TENSOR)
 
 
-def travels(_: Any, folder: str) -> Any:
-    """A checkpoint from mesh to mesh, to equal bits; its weights as files for transformers, and as they were."""
-    state, sums, config = None, "", config_of(JOURNEY[0])
-    for number, case in enumerate(JOURNEY):
-        mesh = ya.mesh(device="cpu", **case.mesh)
-        made = ya.init(llama.params(config, axes=TENSOR), optimizer(), mesh=mesh, seed=number, stages=stages_of(case))
-        if state is None:
-            state, _ = ya.train_step(llama.loss(config, axes=TENSOR), optimizer())(made, batch_of(0))
-            sums, want = ya.checksum(state), ya.unshard(state)
-        else:
-            state, _ = ya.checkpoint.load(f"{folder}/{number - 1}", made)
-            assert ya.checksum(state) == sums, case
-        ya.checkpoint.save(f"{folder}/{number}", state)
-    llama.hf.save(f"{folder}/hf", config, state.params)
-    return want
+def written(_: Any, folder: str) -> Any:
+    """Weights of a step on stages and tensor, as files for transformers, and whole."""
+    config, mesh = config_of(STAGED), ya.mesh(device="cpu", **STAGED.mesh)
+    state = ya.init(llama.params(config, axes=TENSOR), optimizer(), mesh=mesh, stages=stages_of(STAGED))
+    state, _ = ya.train_step(llama.loss(config, axes=TENSOR), optimizer())(state, batch_of(0))
+    llama.hf.save(folder, config, state.params)
+    return ya.unshard(state)
 
 
 @pytest.mark.nightly
-def test_transformers_reads_a_checkpoint_that_has_been_on_other_axes(pools: Pools, tmp_path: Path) -> None:
+def test_transformers_reads_what_stages_and_tensor_have_trained(pools: Pools, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="reads what is written")
-    want, *_ = pools[4].run(travels, str(tmp_path))
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf")
+    want, *_ = pools[4].run(written, str(tmp_path))
+    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     batch = batch_of(0)
-    loss = ya.eval_step(llama.loss(config_of(JOURNEY[0])))(ya.PlainState.create(want, optimizer()), batch)["loss"]
+    loss = ya.eval_step(llama.loss(config_of(STAGED)))(ya.PlainState.create(want, optimizer()), batch)["loss"]
     logits = found(batch["tokens"]).logits
     entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
     assert float(entropy.detach()) == pytest.approx(float(loss), rel=1e-5)

@@ -27,6 +27,7 @@ from tests.harness.marks import nightly
 from tests.harness.pool import Pool, Pools
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.errors import OrderChanged, RanksDisagree
+from yafsdp_fn.schedules import zero3
 
 LAYERS, STEPS, LATER = 3, 4, 2
 Calls = Sequence[Callable[[Tensor], Tensor]]
@@ -94,7 +95,7 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
         communicators(mesh)
     model, rank = Model(MUTANTS[how], max(at, 0), torch.distributed.get_rank() in ranks), torch.distributed.get_rank()
     plain, state = ya.PlainState.create(tree(), TX), ya.shard(tree(), TX, mesh=mesh, precision=FLOAT64)
-    schedule = ya.schedules.zero3(remat=remat)
+    schedule = zero3(remat=remat)
     step, of_plain = ya.train_step(model.loss, TX, schedule=schedule), ya.train_step(model.loss, TX)
     for number in range(STEPS):
         model.step = model.at if at < 0 else number

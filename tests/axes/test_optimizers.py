@@ -21,6 +21,7 @@ from tests.optim.test_leafwise import centralized, exchanged, rows, sizes
 from yafsdp_fn import optim
 from yafsdp_fn.checkpoint import load, save
 from yafsdp_fn.params.tree import named_leaves
+from yafsdp_fn.schedules import zero2
 
 STEPS = 3
 WITHOUT = ya.params.without_markers
@@ -70,7 +71,7 @@ def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = 
     for name in names:
         tx, want = TXS[name], plain(name)
         for update in (False, True)[: 1 + (optim.why_not_unitwise(tx) is None)]:
-            step = ya.train_step(loss_of(), tx, schedule=ya.schedules.zero2(update=update))
+            step = ya.train_step(loss_of(), tx, schedule=zero2(update=update))
             state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
             for number in range(STEPS):
                 state, _ = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
@@ -111,7 +112,7 @@ def test_on_more_meshes(mesh: Any, axes: dict[str, int]) -> None:
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
     tx, mesh = TXS["muon"], mesh_of(**axes)
     state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
-    step = ya.train_step(loss_of(), tx, schedule=ya.schedules.zero2())
+    step = ya.train_step(loss_of(), tx, schedule=zero2())
     return exchanged(step, state, ya.shard_batch(batch_of(0), mesh))
 
 

@@ -23,6 +23,7 @@ from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import CheckpointError, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
 from yafsdp_fn.runtime.execute import VisitRunner
+from yafsdp_fn.schedules import Gather
 
 OF = Options(frozen=True)
 MESHES: dict[str, dict[str, int]] = {
@@ -132,12 +133,7 @@ def test_slots_of_units_on_one_rank_are_their_shards(_: Any) -> None:
     units = {unit.id for unit in memory.units if unit.over}
     assert memory.weights_alias == units and 0 < len(units) < len(memory.units)
     (slots,) = memory.idle
-    held = {
-        slot: unit
-        for op in program.ops
-        if isinstance(op, ya.schedules.Gather)
-        for unit, slot in zip(*op[:2], strict=True)
-    }
+    held = {slot: unit for op in program.ops if isinstance(op, Gather) for unit, slot in zip(*op[:2], strict=True)}
     for slot, unit in held.items():
         row = memory.working.rows[unit].untyped_storage().data_ptr()
         assert (slots.weight(slot, unit).flat.untyped_storage().data_ptr() == row) == (unit in units)
@@ -176,7 +172,7 @@ def test_a_damaged_description_is_told(_: Any, tmp_path: Path) -> None:
 
 
 def _gathers(program: Any) -> list[Any]:
-    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
+    ops = [op for op in program.ops if isinstance(op, Gather)]
     return [program.trace.units[unit] for op in ops for unit in op.units]
 
 

@@ -14,6 +14,7 @@ from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools, on_ranks
+from yafsdp_fn import optim
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.simulate import LINKS, tasks
 from yafsdp_fn.program.trace import Between, Collectives
@@ -24,9 +25,9 @@ from yafsdp_fn.timeline.timeline import Timeline
 def traced(_: Any, axes: dict[str, int], of: Options) -> Trace:
     """On fake tensors, from a state."""
     mesh = mesh_of(**axes)
-    state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    state = ya.init(params(of), optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
     cut = ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
-    return ya.train_step(loss_of(of), ya.optim.sgd(0.1)).trace(state, cut)
+    return ya.train_step(loss_of(of), optim.sgd(0.1)).trace(state, cut)
 
 
 def words(calls: Collectives) -> list[str]:
@@ -146,14 +147,14 @@ def test_a_ring_over_nodes(pools: Pools) -> None:
 def test_a_step_finds_the_same(_: Any, axes: dict[str, int], of: Options) -> None:
     """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
     mesh = mesh_of(**axes)
-    state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    state = ya.init(params(of), optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
     cut = ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
-    step = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2)
+    step = ya.train_step(loss_of(of), optim.sgd(0.1), microbatches=2)
     faked = step.trace(state, cut)
     state, _ = step(state, cut)
     found = step.program(state)
-    again = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=Program.from_json(found.to_json()))
-    lowered = ya.train_step(loss_of(of), ya.optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
+    again = ya.train_step(loss_of(of), optim.sgd(0.1), microbatches=2, schedule=Program.from_json(found.to_json()))
+    lowered = ya.train_step(loss_of(of), optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
     for other in (step, again, lowered) * 2:
         state, _ = other(state, cut)
     found = found.trace
@@ -177,9 +178,9 @@ def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
             "shown": shown.sum(),
         }
 
-    state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
+    state = ya.shard(tree, optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
     # a graph that is kept goes back through what nobody differentiates, too, with zeros
-    step = ya.train_step(loss, ya.optim.sgd(1e-3), has_aux=True, schedule=zero3(remat="all"))
+    step = ya.train_step(loss, optim.sgd(1e-3), has_aux=True, schedule=zero3(remat="all"))
     evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
     for _ in range(3):
         evaluate(state.params, x)
@@ -204,8 +205,8 @@ def test_sizes_are_those_of_the_batch(_: Any) -> None:
         x = ya.scan(block, x, p["layers"])[0]
         return (ya.psum(x, "tensor") if extra["loss"] else x).sum()
 
-    state = ya.shard(tree, ya.optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
-    step, said = ya.train_step(loss, ya.optim.sgd(1e-3)), list[str]()
+    state = ya.shard(tree, optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
+    step, said = ya.train_step(loss, optim.sgd(1e-3)), list[str]()
     for rows, more, in_loss in (
         (4, 0, False),
         (6, 0, False),
@@ -232,8 +233,8 @@ def test_sizes_are_those_of_the_batch(_: Any) -> None:
 
 def recorded(_: Any) -> str:
     mesh = mesh_of(tensor=2)
-    state = ya.init(params(SEQUENCE), ya.optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
-    step = ya.train_step(loss_of(SEQUENCE), ya.optim.sgd(0.1), schedule=zero3(remat="all"))
+    state = ya.init(params(SEQUENCE), optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
+    step = ya.train_step(loss_of(SEQUENCE), optim.sgd(0.1), schedule=zero3(remat="all"))
     state, _ = step(state, batch_of(0))
     with ya.timeline.record() as recording:
         step(state, batch_of(0))
@@ -283,8 +284,8 @@ def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
     def loss(p: Any, x: Tensor) -> Tensor:
         return ya.scan(block, x, p["layers"])[0].sum()
 
-    state = ya.shard(tree, ya.optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
-    step, found = ya.train_step(loss, ya.optim.sgd(0.0)), list[float]()
+    state = ya.shard(tree, optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
+    step, found = ya.train_step(loss, optim.sgd(0.0)), list[float]()
     for now["step"] in range(4):
         state, metrics = step(state, torch.ones(4, 3, dtype=torch.float64))
         found.append(float(metrics["loss"]))

@@ -16,6 +16,8 @@ import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.pool import on_ranks
+from yafsdp_fn import optim
+from yafsdp_fn.schedules import zero3
 
 OF = Options(sequence_parallel=True)
 WITHOUT = ya.params.without_markers
@@ -23,8 +25,8 @@ WITHOUT = ya.params.without_markers
 
 @functools.cache
 def plain() -> tuple[Any, Any, Any, Any]:
-    tree = WITHOUT(ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params)
-    direction = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params))
+    tree = WITHOUT(ya.PlainState.create(params(OF), optim.sgd(0.1)).params)
+    direction = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), optim.sgd(0.1)).params))
     f = ya.functional_loss(lambda p: loss_of(OF)(p, batch_of(0)))
     return grad(f)(tree), jvp(f, (tree,), (direction,))[1], _twice(f, tree, direction), _along(f, tree, direction)
 
@@ -86,7 +88,7 @@ def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
 
     each = torch.vmap(grad(f), (None, 0))(state.params, own)
     along = torch.vmap(slopes, (None, 0))(state.params, own)
-    u = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), ya.optim.sgd(0.1)).params))
+    u = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), optim.sgd(0.1)).params))
     for row in range(len(own["tokens"])):
         want = grad(f)(tree, row_of(0, row))
         got = optree.tree_map(lambda leaf, row=row: leaf[row], each)
@@ -133,8 +135,8 @@ def chunked(p: Any, x: Tensor) -> Tensor:
 def test_chunks_with_collectives(_: Any) -> None:
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
-    want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1)).params, x)
-    for schedule in (ya.schedules.zero3(), ya.schedules.zero3(remat="all")):
+    want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), optim.sgd(0.1)).params, x)
+    for schedule in (zero3(), zero3(remat="all")):
         close(ya.grad(chunked, schedule=schedule)(state.params, x), want, "gradient")
     close(grad(ya.functional_loss(chunked))(state.params, x), want, "gradient by torch.func")
 
@@ -143,10 +145,10 @@ def test_chunks_with_collectives(_: Any) -> None:
 def test_a_derivative_inside_of_a_block(_: Any) -> None:
     """All units are split over all ranks: slots are the shards. One step of gradient descent."""
     x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    want = ya.PlainState.create(mlp_params(), ya.optim.sgd(0.1))
-    state = ya.init(mlp_params(), ya.optim.sgd(0.1), mesh=mesh_of(tensor=2), precision=FLOAT64)
+    want = ya.PlainState.create(mlp_params(), optim.sgd(0.1))
+    state = ya.init(mlp_params(), optim.sgd(0.1), mesh=mesh_of(tensor=2), precision=FLOAT64)
     assert state.memory.weights_alias == {unit.id for unit in state.memory.units}
-    step = ya.train_step(penalised, ya.optim.sgd(0.1))
+    step = ya.train_step(penalised, optim.sgd(0.1))
     for _ in range(3):
         want, state = step(want, x)[0], step(state, x)[0]
         close(state, want.params, "parameters")

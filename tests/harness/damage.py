@@ -42,6 +42,16 @@ ODD: list[Any] = [
 ]
 
 
+def put(text: str, *path: Any) -> str:
+    """JSON with the last of `path` where the rest of it leads."""
+    data = at = json.loads(text)
+    *way, last, value = path
+    for key in way:
+        at = at[key]
+    at[last] = value
+    return json.dumps(data)
+
+
 def json_damage(good: Any, rng: Random) -> bytes:
     """`good` as JSON, with some of its values replaced, removed, moved or repeated, and at times its text cut."""
     value = copy.deepcopy(good)

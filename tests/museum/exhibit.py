@@ -22,8 +22,8 @@ import pytest
 from tests.harness.pool import Pools
 from tests.proof import reference
 from tests.proof import stages_reference as staged
-from tests.proof.overlapped import waits_of
-from tests.proof.test_orders import host, reaches, wrong
+from tests.proof.overlapped import reaches, waits_of, without
+from tests.proof.test_orders import host, wrong
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.errors import _in_words
 from yafsdp_fn.schedules import Program, Refused, verify
@@ -110,7 +110,7 @@ class Order(Bug):
         waits = waits_of(ops)
         assert earlier in waits[later], (self.says(), waits[later])
         assert not reaches(waits, ops, (later, earlier)), "another wait orders them, too"
-        fewer = [[wait for wait in found if (key, wait) != (later, earlier)] for key, found in enumerate(waits)]
+        fewer = without(waits, (later, earlier))
         assert wrong(self.right, ops, fewer, range(100)) and not wrong(self.right, ops, waits, range(20))
 
 
@@ -131,14 +131,14 @@ class StageOrder(Bug):
         assert computes(verify(self.right))
         program, found = self.right.by_stage[self.stage], list[bool]()
 
-        def without(ops: Sequence[reference.Issued]) -> list[list[int]]:
+        def fewer(ops: Sequence[reference.Issued]) -> list[list[int]]:
             waits, pair = waits_of(ops), (program.ops[self.later], program.ops[self.earlier])
             kept = [[wait for wait in ws if (op.op, ops[wait].op) != pair] for op, ws in zip(ops, waits, strict=True)]
             found.append(kept != waits)
             return kept
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(staged, "waits_of", without)
+            patch.setattr(staged, "waits_of", fewer)
             results = (staged.run(self.right, random.Random(seed), blocking=False) for seed in range(30))
             assert any(result != staged.expected(self.right) for result in results) and any(found)
 

@@ -16,12 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
+from tests.planner.pipelines import NO_LINKS, chain
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.orders import CallGraph, Rows, Search, Simulator
-from yafsdp_fn.program.measured import Cost
-from yafsdp_fn.program.split import Argument, Call, Flow, Split
-from yafsdp_fn.program.trace import UnitSpec, Visit
-from yafsdp_fn.schedules import Program, Trace, chained_order, pipelines, staged, verify, zero1
+from yafsdp_fn.program.split import Call, Flow, Split
+from yafsdp_fn.schedules import Program, Trace, pipelines, staged, verify, zero1
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "published_bubbles.csv"
 
@@ -99,35 +98,20 @@ zero_bubble_2 = functools.partial(pipelines.zero_bubble_calls, depth=2)
 
 def trace_of(calls: CallGraph, split: Split) -> tuple[Trace, Cluster]:
     """A step whose calls take as long as `calls` on the cluster beside it, where all else takes no time."""
-    flops = 1e12
-    units, visits = [], []
-    for k, (forward, inputs, weights) in enumerate(zip(calls.forward, calls.inputs, calls.weights, strict=True)):
-        products, rest = min(forward, inputs), (max(forward - inputs, 0.0), max(inputs - forward, 0.0))
-        cost = Cost(
+    flops, visits = NO_LINKS.matmul_flops, []
+    chained = chain(len(split.homes), calls.microbatches)
+    for visit, forward, inputs, weights in zip(chained.visits, calls.forward, calls.inputs, calls.weights, strict=True):
+        products = min(forward, inputs)  # the rest of either is attention, which has no weights
+        cost = visit.cost._replace(
             flops=round(flops * products),
             bwd_flops=round(flops * (products + weights)),
-            attention_flops=round(flops * rest[0]),
-            bwd_attention_flops=round(flops * rest[1]),
-            arguments=(Argument(0, k, (k - 1,), 8, 8),) if k else (),
+            attention_flops=round(flops * (forward - products)),
+            bwd_attention_flops=round(flops * (inputs - products)),
         )
-        units.append(UnitSpec(k, f"segment {k}", None, 0, 8, 32, 32, True))
-        visits.append(Visit(k, f"segment {k}", (k,), (k,), cost))
-    order = chained_order(visits, calls.microbatches)
+        visits.append(visit._replace(cost=cost))
     mesh = (("stage", split.stages), ("shard", 1))
-    trace = Trace(tuple(units), tuple(visits), order, mesh, calls.microbatches, split=split, loss_of=(len(visits) - 1,))
-    cluster = Cluster(
-        name="as measured",
-        gpus_per_node=1,
-        matmul_flops=flops,
-        attention_flops=flops,
-        memory_bandwidth=1e30,
-        memory_bytes=2**40,
-        node_bandwidth=1e30,
-        network_bandwidth=1e30,
-        node_latency=0.0,
-        network_latency=calls.message,
-    )
-    return trace, cluster
+    trace = chained._replace(visits=tuple(visits), mesh=mesh, split=split)
+    return trace, NO_LINKS.replace(network_latency=calls.message)
 
 
 def simulated(calls: CallGraph, split: Split, order: Sequence[Sequence[Call]]) -> tuple[Program, float]:

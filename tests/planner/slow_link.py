@@ -22,6 +22,7 @@ from benchmarks.shapes import SHAPES
 from models import llama
 from yafsdp_fn.planner import simulate, trace
 from yafsdp_fn.planner.cluster import LOCAL, Cluster
+from yafsdp_fn.schedules import zero3
 
 SHAPE = SHAPES["B"]
 CONFIG = SHAPE.llama()
@@ -64,7 +65,7 @@ def predicted(cluster: Cluster) -> dict[str, float]:
     found = {}
     for name, wire in WIRES.items():
         step = trace(llama.loss(CONFIG), params(wire), batch(1, "meta"), tx=TX, ranks=2)
-        found[name] = simulate(ya.schedules.zero3()(step), cluster).seconds
+        found[name] = simulate(zero3()(step), cluster).seconds
     return found
 
 

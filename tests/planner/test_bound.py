@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 import yafsdp_fn as ya
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import CONFIG, SLOW, budgets, traced
-from tests.program.traces import MESHES
+from tests.program.traces import MESHES, Mesh
 from tests.schedules.strategies import choices, traces
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import Bound, Cluster, Plan, bound, predict_memory, search, simulate
@@ -72,27 +73,26 @@ def test_below_every_builder_on_any_trace(trace: Trace, several: list, rng: rand
         expect_below(program, clusters(rng).replace(gpus_per_node=local if on.stage_ranks % local == 0 else 64))
 
 
+def one_visit(sizes: Sequence[int], used: tuple[int, ...], mesh: Mesh) -> Program:
+    """ZeRO-1 with updates, of two units of these sizes, some of which the one visit uses."""
+    units = tuple(UnitSpec(i, f"w[{i}]", None, 0, n, 4 * n, 4 * n, True) for i, n in enumerate(sizes))
+    visits = (Visit(0, "x", used, (), Cost(flops=10**8)),)
+    names = ya.Precision().names
+    trace = Trace(units, visits, chained_order(visits, 1), mesh, 1, precision=names, update_when="after norm")
+    return zero1(update=True)(trace)
+
+
 def test_a_gather_beside_the_last_updates() -> None:
     """It slows them down, but the step ends with it, not with them: the bound counts one of the two."""
-    units = tuple(UnitSpec(i, f"w[{i}]", None, 0, n, 4 * n, 4 * n, True) for i, n in enumerate((1 << 10, 1 << 20)))
-    visits = [Visit(0, "x", (0,), (), Cost(flops=10**8))]
-    mesh = (("node", 2), ("local", 4))
-    names = ya.Precision().names
-    trace = Trace(units, tuple(visits), chained_order(visits, 1), mesh, 1, precision=names, update_when="after norm")
     cluster = SLOW.replace(gpus_per_node=4, contention=0.7, network_latency=1e-1, memory_bandwidth=1e9)
-    program = ya.schedules.zero1(update=True)(trace)
-    assert isinstance(program.ops[-2], Gather) and isinstance(program.ops[-1], Update)
+    program = one_visit((1 << 10, 1 << 20), (0,), (("node", 2), ("local", 4)))
+    assert [type(op) for op in program.ops[-2:]] == [Gather, Update]
     assert expect_below(program, cluster).seconds == pytest.approx(simulate(program, cluster).seconds)
 
 
 def test_a_gather_beside_the_update_of_another_unit_of_the_first_visit() -> None:
-    units = tuple(UnitSpec(i, f"w[{i}]", None, 0, n, 4 * n, 4 * n, True) for i, n in enumerate((1 << 20, 1 << 20)))
-    visits = [Visit(0, "x", (0, 1), (), Cost(flops=10**8))]
-    names = ya.Precision().names
-    trace = Trace(units, tuple(visits), chained_order(visits, 1), (("shard", 2),), 1, precision=names)
-    program = ya.schedules.zero1(update=True)(trace._replace(update_when="after norm"))
-    kinds = [type(op) for op in program.ops[-4:]]
-    assert kinds == [Update, Gather, Update, Gather]
+    program = one_visit((1 << 20, 1 << 20), (0, 1), (("shard", 2),))
+    assert [type(op) for op in program.ops[-4:]] == [Update, Gather, Update, Gather]
     expect_below(program, SLOW.replace(gpus_per_node=2, contention=0.0, network_latency=1e-1, memory_bandwidth=1e9))
 
 

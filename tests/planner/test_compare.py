@@ -15,13 +15,13 @@ from tests.harness.abstract import step_of
 from tests.harness.pool import on_ranks
 from yafsdp_fn.planner import Plan, compare, simulate
 from yafsdp_fn.planner.compare import ScheduleFigures
-from yafsdp_fn.schedules import Program, Send, assign, chained_order, cut, one_f_one_b, zero2, zero3
+from yafsdp_fn.schedules import Program, Send, Trace, assign, chained_order, cut, one_f_one_b, zero2, zero3
 
 SMALL = llama.Config(vocab=256, embed=128, ffn=352, layers=4, heads=4, kv_heads=4, head_dim=32, max_length=64)
 PARTS = 4
 
 
-def traced(ranks: int, rows: int, config: llama.Config = SMALL) -> ya.schedules.Trace:
+def traced(ranks: int, rows: int, config: llama.Config = SMALL) -> Trace:
     return ya.planner.trace(*step_of(config, rows), ranks=ranks, microbatches=rows, tx=ya.optim.adamw(1e-3))
 
 

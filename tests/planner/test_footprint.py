@@ -27,14 +27,15 @@ from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.small import Model, batch, loss, model, one_rank
+from tests.harness.small import Model, batch, embed, loss, model, one_rank
+from yafsdp_fn import optim
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
 from yafsdp_fn.planner.trace import trace
 from yafsdp_fn.program.measured import Cost, Value
 from yafsdp_fn.program.trace import UnitSpec, Visit, chained_order
-from yafsdp_fn.schedules import Backward, Program, Schedule, Trace
+from yafsdp_fn.schedules import Backward, Program, Schedule, Trace, hpz, zero2, zero3
 
 Items = dict[str, int]
 """Bytes of each."""
@@ -42,7 +43,7 @@ Compared = tuple[Items, Items]
 """Predicted, and real."""
 HeldCase = tuple[str, str, int]
 """Names of a precision and of a schedule, and microbatches."""
-TX = ya.optim.adamw(1e-2)
+TX = optim.adamw(1e-2)
 KNOWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = {
     "fp32": ya.Precision(),
@@ -54,10 +55,10 @@ PRECISIONS = {
     "bf16 alone": ya.Precision(param=torch.bfloat16, accumulate=torch.float32),
 }
 SCHEDULES: dict[str, Schedule] = {
-    "zero3": ya.schedules.zero3(),
-    "remat": ya.schedules.zero3(remat=ya.schedules.remat.all, update=True),
-    "zero2": ya.schedules.zero2(),
-    "hpz": ya.schedules.hpz(3),
+    "zero3": zero3(),
+    "remat": zero3(remat="all", update=True),
+    "zero2": zero2(),
+    "hpz": hpz(3),
 }
 
 
@@ -89,8 +90,7 @@ def on_the_wire() -> Model:
 
 def cast_loss(p: Model, b: Any) -> ya.Mean:
     """`loss` in the dtype of the layers, whatever the embedding's is."""
-    x = ya.apply(lambda w, t, like: F.embedding(t, w["weight"]), p.embed, b["tokens"], None)
-    x, _ = ya.scan(_any_dtype, x, p.layers)
+    x, _ = ya.scan(_any_dtype, ya.apply(embed, p.embed, b["tokens"]), p.layers)
     mean: ya.Mean = ya.apply(_head, p.head, x, b["targets"])
     return mean
 
@@ -272,25 +272,36 @@ def own_gains(tree: Any) -> Any:
     return optree.tree_map(of, ya.params.leaf_names(tree), tree)
 
 
+def with_own_gains(config: llama.Config) -> Any:
+    return own_gains(llama.params(config))
+
+
 def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str, Tensor]:
     made = torch.randint(0, config.vocab, (rows, config.max_length), device=device)
     return {"tokens": made, "targets": made}
 
 
-def measured(mesh: Any, config: llama.Config, remat: str, microbatches: int, **how: Any) -> tuple[int, Memory]:
-    """The most bytes that the allocator had given out at once during a third step, and what is predicted."""
+def measured(
+    mesh: Any,
+    config: llama.Config,
+    schedule: Schedule,
+    microbatches: int,
+    *,
+    loss: Any = llama.loss,
+    params: Any = llama.params,
+    tx: Any = TX,
+    precision: ya.Precision = BF16,
+    stages: Any = None,
+    rows: int = 2,
+    dealt: Any = dict,
+) -> tuple[int, Memory]:
+    """The most bytes that the allocator had given out at once during a third step, and what is predicted. loss, params:
+    of a config; dealt: the batch on this rank"""
     gc.collect()  # memory from before that is freed meanwhile would count as less than none
-    fun, tx = how.get("loss", llama.loss)(config), how.get("tx", TX)
-    precision, stages = how.get("precision", BF16), how.get("stages")
-    schedule = ya.schedules.zero3(
-        remat=ya.schedules.remat.offload() if remat == "offload" else getattr(ya.schedules.remat, remat)
-    )
-    schedule = how.get("order", lambda of_stage: of_stage)(schedule)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        params = how.get("tree", lambda tree: tree)(llama.params(config, **how.get("params", {})))
-        state = ya.init(params, tx, mesh=mesh, precision=precision, stages=stages)
-        step = ya.train_step(fun, tx, schedule=schedule, microbatches=microbatches)
-        given = how.get("dealt", lambda batch: batch)(tokens(config, how.get("rows", 2)))
+        state = ya.init(params(config), tx, mesh=mesh, precision=precision, stages=stages)
+        step = ya.train_step(loss(config), tx, schedule=schedule, microbatches=microbatches)
+        given = dealt(tokens(config, rows))
         program = step.lower(state, given)
         for number in range(3):
             with no_scratch() if number == 2 else contextlib.nullcontext(), record_function(f"step {number}"):
@@ -313,24 +324,23 @@ def agree(real: int, predicted: Memory, tolerance: float) -> None:
 @pytest.mark.parametrize("microbatches", [1, 2])
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
-    real, predicted = measured(one_rank(), LARGE_HEAD, remat, microbatches)
+    real, predicted = measured(one_rank(), LARGE_HEAD, zero3(remat=remat), microbatches)
     agree(real, predicted, 0.01)
     assert predicted.at.startswith("backward head") and predicted.logits > 0
 
 
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_with_gains_in_float32(remat: str) -> None:
-    real, predicted = measured(one_rank(), LARGE_HEAD, remat, 1, tree=own_gains)
-    agree(real, predicted, 0.01)
+    agree(*measured(one_rank(), LARGE_HEAD, zero3(remat=remat), 1, params=with_own_gains), 0.01)
 
 
 @pytest.mark.parametrize("microbatches", [nightly(1), 2])
 def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In fp32: the CPU's sums of two dtypes take memory of their own."""
-    case = (one_rank(), CONFIG, "none", microbatches)
-    whole = measured(*case, precision=ya.Precision())[1]
+    measure = functools.partial(measured, one_rank(), CONFIG, zero3(), microbatches, precision=ya.Precision())
+    _, whole = measure()
     monkeypatch.setattr(linear, "ON_CPU", (1 << 20, 32))
-    real, predicted = measured(*case, precision=ya.Precision())
+    real, predicted = measure()
     agree(real, predicted, 0.01)
     assert predicted.logits < whole.logits / 2
 
@@ -366,13 +376,13 @@ def between(config: llama.Config) -> Any:
         (SMALL_HEAD, "all", {}),
         (SMALL_HEAD, "none", {"loss": functools.partial(llama.loss, chunks=2)}),
         (SMALL_HEAD, "all", {"loss": between}),
-        (SMALL_HEAD, "all", {"tx": ya.optim.assume_elementwise((TX.init, TX.update))}),
+        (SMALL_HEAD, "all", {"tx": optim.assume_elementwise((TX.init, TX.update))}),
         (LARGE_HEAD, "all", {"loss": outside}),
     ],
     ids=["layers", "recomputed", "chunks", "between", "plain optimizer", "outside"],
 )
 def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, Any]) -> None:
-    real, predicted = measured(one_rank(), config, remat, 1, **how)
+    real, predicted = measured(one_rank(), config, zero3(remat=remat), 1, **how)
     agree(real, predicted, 0.02)
     where = {"tx": "the optimizer's step", "loss": ""}.get(next(iter(how), ""), "backward layers[3]")
     assert predicted.at.startswith(where if remat == "all" else "")
@@ -396,25 +406,26 @@ def test_the_peak_over_axes_inside_blocks(_: Any, axes: dict[str, int], sequence
         ranks = axes.get("context", 1)
         return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
 
-    how = {"loss": functools.partial(llama.loss, axes=of), "params": of.options, "dealt": dealt}
+    loss, params = functools.partial(llama.loss, axes=of), functools.partial(llama.params, **of.options)
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     every = ((SMALL_HEAD, "all", 0.01), (SMALL_HEAD, "none", 0.01), (CONFIG, "all", 0.05))
     for config, remat, tolerance in every[:1] if sequence else every:
-        agree(*measured(mesh, config, remat, 1, **how), tolerance)
+        found = measured(mesh, config, zero3(remat=remat), 1, loss=loss, params=params, dealt=dealt)
+        agree(*found, tolerance)
 
 
 @on_ranks(2)
 def test_the_peak_on_two_ranks(mesh: Any) -> None:
-    agree(*measured(mesh, LARGE_HEAD, "all", 2), 0.01)
+    agree(*measured(mesh, LARGE_HEAD, zero3(remat="all"), 2), 0.01)
 
 
-MUON = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.muon(0.02, others=ya.optim.adamw(1e-3)))
+MUON = optim.chain(optim.clip_by_global_norm(1.0), optim.muon(0.02, others=optim.adamw(1e-3)))
 
 
 @pytest.mark.nightly
 @on_ranks(1, 2)
 def test_the_peak_with_muon(mesh: Any) -> None:
-    agree(*measured(mesh, SMALL_HEAD, "all", 1, tx=MUON), 0.03)
+    agree(*measured(mesh, SMALL_HEAD, zero3(remat="all"), 1, tx=MUON), 0.03)
 
 
 @on_gpu
@@ -432,8 +443,7 @@ def test_the_peak_on_a_gpu(remat: str, microbatches: int) -> None:
     before = torch.cuda.memory_allocated()
     mesh = ya.mesh(device="cuda")
     state = ya.init(llama.params(config), TX, mesh=mesh, precision=BF16)
-    schedule = ya.schedules.zero3(remat=getattr(ya.schedules.remat, remat))
-    step = ya.train_step(llama.loss(config), TX, schedule=schedule, microbatches=microbatches)
+    step = ya.train_step(llama.loss(config), TX, schedule=zero3(remat=remat), microbatches=microbatches)
     given = tokens(config, 4, "cuda")
     predicted = predict_memory(step.lower(state, given))
     for _ in range(2):
@@ -451,11 +461,11 @@ X = 100
 """Bytes of what goes from visit to visit, and of its gradient."""
 
 
-def hand_trace(layers: int = 3, microbatches: int = 1) -> Trace:
-    """Layers that save 1000 bytes inside; a forward has at most 1300 at once, a backward 1700."""
-    units = tuple(UnitSpec(i, f"layers[{i}]", "layers", i, 16, 64, 64, True) for i in range(layers))
+def hand_trace(microbatches: int = 1) -> Trace:
+    """Three layers that save 1000 bytes inside; a forward has at most 1300 at once, a backward 1700."""
+    units = tuple(UnitSpec(i, f"layers[{i}]", "layers", i, 16, 64, 64, True) for i in range(3))
     visits = []
-    for i in range(layers):
+    for i in range(3):
         takes = (Value(i, X, X), Value(99, 7, 0)) if i else (Value(99, 7, 0),)  # a table that every layer reads
         gives = (Value(i + 1, X, X),)
         cost = Cost(takes=takes, gives=gives, inner_bytes=1000, peak_bytes=1300, bwd_peak_bytes=1700)
@@ -466,23 +476,21 @@ def hand_trace(layers: int = 3, microbatches: int = 1) -> Trace:
 
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
-    found = predict_memory(ya.schedules.zero3()(hand_trace(3, microbatches)))
+    trace = hand_trace(microbatches=microbatches)
+    found = predict_memory(zero3()(trace))
     # backward of the last: its own 1700, the gradient of what it gave, two saved insides, three values, the table
     assert (found.activations, found.logits, found.workspace) == (2 * 1000 + 3 * X + 7, 1700, X)
     assert found.at.startswith("backward layers[2]")
-    found = predict_memory(ya.schedules.zero3(remat=ya.schedules.remat.all)(hand_trace(3, microbatches)))
+    found = predict_memory(zero3(remat="all")(trace))
     # what it gave is not held once the loss is over, but made again: 100 more for its own
     assert (found.activations, found.logits, found.workspace) == (3 * X + 7, 1700 + X, X)
-    found = predict_memory(ya.schedules.zero3(remat=ya.schedules.remat.first(1))(hand_trace(3, microbatches)))
+    found = predict_memory(zero3(remat="first:1")(trace))
     assert (found.activations, found.logits) == (1000 + 3 * X + 7, 1700)
 
 
 def test_microbatches_may_differ_in_what_they_keep() -> None:
-    plain, again = (
-        ya.schedules.zero3(remat=remat)(hand_trace(3, 2)).ops
-        for remat in (ya.schedules.remat.none, ya.schedules.remat.all)
-    )
-    trace = hand_trace(3, 2)
+    trace = hand_trace(microbatches=2)
+    plain, again = zero3()(trace).ops, zero3(remat="all")(trace).ops
     assert len(plain) == len(again)  # they differ in `keep` alone
     half = next(i for i, op in enumerate(plain) if isinstance(op, Backward) and op.visit == 0) + 1
     for ops in (plain[:half] + again[half:], again[:half] + plain[half:]):
@@ -499,26 +507,26 @@ def ending(**figures: int) -> Trace:
 
 
 def test_a_forward_can_be_the_peak() -> None:
-    found = predict_memory(ya.schedules.zero3()(ending(peak_bytes=9000, beside_bytes=10, beside_peak_bytes=20)))
+    found = predict_memory(zero3()(ending(peak_bytes=9000, beside_bytes=10, beside_peak_bytes=20)))
     assert found.at.startswith("forward layers[2]")
     assert (found.activations, found.logits, found.workspace) == (2 * 1000 + 2 * X + 7, 9000, 0)
-    found = predict_memory(ya.schedules.zero3()(ending(beside_bytes=10, beside_peak_bytes=9000)))
+    found = predict_memory(zero3()(ending(beside_bytes=10, beside_peak_bytes=9000)))
     assert (found.activations, found.logits, found.workspace) == (3 * 1000 + 3 * X + 7, 9000, 0)
 
 
 # ---- what it says
 
 
-def predicted(ranks: int = 8, remat: Any = ya.schedules.remat.none) -> Memory:
+def predicted(ranks: int = 8, remat: str = "none") -> Memory:
     config = llama.CONFIGS["llama3.2-1b"]
     found = trace(*step_of(config, 1, 2048), ranks=ranks, precision=BF16, tx=TX)
-    return predict_memory(ya.schedules.zero3(remat=remat)(found))
+    return predict_memory(zero3(remat=remat)(found))
 
 
 def test_items_add_up_and_recomputing_saves() -> None:
     found = predicted()
     assert sum(found.itemised().values()) == found.peak_bytes > found.held_bytes
-    assert predicted(remat=ya.schedules.remat.all).activations < found.activations
+    assert predicted(remat="all").activations < found.activations
     few, many = predicted(2), predicted(64)
     assert few.master > 30 * many.master and few.activations == many.activations
     (first, largest), *_ = found.largest()
@@ -549,7 +557,7 @@ def test_what_does_not_fit_says_what_would(few: int) -> None:
 def test_a_dtype_that_is_not_known_is_named(precision: tuple[str, ...]) -> None:
     traced = trace(loss, model(), batch(), ranks=2)._replace(precision=precision)
     with pytest.raises(ValueError, match=r"trace.precision: expected 3 or 4 of float64, .*, got \('"):
-        predict_memory(ya.schedules.zero3()(traced))
+        predict_memory(zero3()(traced))
 
 
 def test_a_mesh_larger_than_any_is_refused() -> None:
@@ -558,13 +566,10 @@ def test_a_mesh_larger_than_any_is_refused() -> None:
 
 
 def test_a_trace_without_costs_is_refused() -> None:
-    state = ya.init(model(), TX, mesh=one_rank())
-    step = ya.train_step(loss, TX)
+    state, step = ya.init(model(), TX, mesh=one_rank()), ya.train_step(loss, TX)
     state, _ = step(state, batch())
-    program = step.program(state)
-    assert program is not None
     with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
-        predict_memory(program)
+        predict_memory(step.program(state))
 
 
 def test_names_of_dtypes_mean_what_torch_means() -> None:

@@ -6,14 +6,14 @@ import math
 from typing import Any
 
 import pytest
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import yafsdp_fn as ya
-from tests.harness.small import E, Model, batch, loss, model, one_rank
+from tests.harness.small import E, Model, batch, block, loss, model, one_rank, with_block
 from yafsdp_fn.planner import CLUSTERS, simulate, trace
+from yafsdp_fn.schedules import zero3
 
 TX = ya.optim.adamw(1e-2)
 
@@ -31,27 +31,16 @@ def adapters() -> Any:
     return tree._replace(embed=ya.frozen(tree.embed), layers=ya.Stacked(stack))
 
 
-def adapted_loss(p: Any, b: Any) -> ya.Mean:
-    def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        hidden = torch.tanh(F.linear(x, w["base"]["up"], w["base"]["bias"]))
-        return x + F.linear(hidden, w["base"]["down"]) + F.linear(x, w["a"]), None
-
-    x = ya.apply(lambda w, t: F.embedding(t, w["weight"]), p.embed, b["tokens"])
-    x, _ = ya.scan(block, x, p.layers)
-    mean: ya.Mean = ya.apply(_head, p.head, x, b["targets"])
-    return mean
-
-
-def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
-    scores = F.linear(x * w["norm"], w["weight"])
-    return ya.Mean(F.cross_entropy(scores.flatten(0, -2), targets.flatten(), reduction="sum"), targets.numel())
+@with_block
+def adapted_loss(x: Tensor, w: Any) -> tuple[Tensor, None]:
+    return block(x, w["base"])[0] + F.linear(x, w["a"]), None
 
 
 @pytest.mark.parametrize("remat", ["none", "all"])
 @pytest.mark.parametrize(("params", "fun"), [(frozen_trunk, loss), (adapters, adapted_loss)])
 def test_frozen_layers_without_gradients_have_no_backward(params: Any, fun: Any, remat: str) -> None:
     """FLOPs of a real step, with those of layers that recompute."""
-    schedule = ya.schedules.zero3(remat=getattr(ya.schedules.remat, remat))
+    schedule = zero3(remat=remat)
     state = ya.init(params(), TX, mesh=one_rank())
     step = ya.train_step(fun, TX, schedule=schedule)
     for number in range(2):

@@ -6,14 +6,13 @@ import functools
 
 import pytest
 
-import yafsdp_fn as ya
 from models import llama
 from tests.harness.abstract import step_of
 from tests.harness.small import one_rank
 from tests.planner.test_footprint import BF16, SMALL_HEAD, TX, measured
 from yafsdp_fn.lab import peers
 from yafsdp_fn.planner import CLUSTERS, predict_memory, simulate, trace
-from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Trace, zero3
+from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Trace, remat, zero3
 from yafsdp_fn.timeline.timeline import Timeline
 
 CONFIG = llama.Config(vocab=512, embed=256, ffn=768, layers=8, heads=4, kv_heads=4, head_dim=64, max_length=4096)
@@ -42,10 +41,7 @@ def test_a_layer_carries_what_the_scan_hands_on_and_nothing_else() -> None:
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_what_leaves_the_device_is_on_the_host(ahead: int) -> None:
     L, stays = CONFIG.layers, ahead + 1
-    again, away = (
-        predict_memory(zero3(remat=r)(taken()))
-        for r in (ya.schedules.remat.all, ya.schedules.remat.offload(ahead=ahead))
-    )
+    again, away = (predict_memory(zero3(remat=policy)(taken())) for policy in ("all", remat.offload(ahead=ahead)))
     assert (again.carry_slots, again.host) == (0, 0)
     assert (away.carry_slots, away.host) == (stays * CARRY, (L - stays) * CARRY)
     assert again.op == away.op - (L - stays) and again.activations - away.activations == L * CARRY
@@ -55,17 +51,17 @@ def test_what_leaves_the_device_is_on_the_host(ahead: int) -> None:
 
 def test_the_peak_of_a_step() -> None:
     """As the allocator sees it: the buffers on the host are its own, too, where the device is the CPU."""
-    real, predicted = measured(one_rank(), SMALL_HEAD, "offload", 1)
+    real, predicted = measured(one_rank(), SMALL_HEAD, zero3(remat="offload"), 1)
     assert abs((predicted.peak_bytes + predicted.host) / real - 1) < 0.02, (real, str(predicted))
     assert predicted.host > 0
 
 
-def step(policy: ya.schedules.remat.Remat, host_bandwidth: float) -> Timeline:
+def step(policy: remat.Remat, host_bandwidth: float) -> Timeline:
     return simulate(zero3(remat=policy)(taken()), FREE.replace(host_bandwidth=host_bandwidth))
 
 
 def test_copies_take_their_bytes_over_the_link() -> None:
-    timeline = step(ya.schedules.remat.offload(), 10e9)
+    timeline = step(remat.offload(), 10e9)
     copies = timeline.on("offload")
     assert [type(span.op) for span in copies] == [Offload] * 6 + [Fetch] * 6
     assert all(span.seconds == pytest.approx(CARRY / 10e9) for span in copies)
@@ -73,7 +69,7 @@ def test_copies_take_their_bytes_over_the_link() -> None:
 
 def test_what_saving_costs_compute() -> None:
     """With a link that takes no time, what is left is the copy into the carry slot: read and written."""
-    again, away = step(ya.schedules.remat.all, 1e30), step(ya.schedules.remat.offload(), 1e30)
+    again, away = step(remat.all, 1e30), step(remat.offload(), 1e30)
     saving = CONFIG.layers * 2 * CARRY / FREE.memory_bandwidth
     assert away.busy("compute") - again.busy("compute") == pytest.approx(saving)
     forwards = [sum(s.seconds for s in t.spans if isinstance(s.op, Forward)) for t in (again, away)]
@@ -82,10 +78,10 @@ def test_what_saving_costs_compute() -> None:
 
 
 def test_a_slow_link_bounds_the_step_and_slots_ahead_help_a_fast_one() -> None:
-    slow = step(ya.schedules.remat.offload(), 1e8)
+    slow = step(remat.offload(), 1e8)
     assert slow.seconds == pytest.approx(12 * CARRY / 1e8, rel=0.05)
     assert "fetches" in str(slow) or "offloads" in str(slow)
-    times = [step(ya.schedules.remat.offload(ahead=ahead), 5e9).seconds for ahead in (0, 1, 2)]
+    times = [step(remat.offload(ahead=ahead), 5e9).seconds for ahead in (0, 1, 2)]
     assert times[0] > times[1] >= times[2]
 
 
@@ -99,4 +95,4 @@ def test_peers_that_copy_nothing_to_the_host_say_so() -> None:
         with pytest.raises(
             ValueError, match=r"ya.schedules.remat.offload: fully_shard makes no copies of carries to the host"
         ):
-            peer(remat=ya.schedules.remat.offload())(taken())
+            peer(remat="offload")(taken())

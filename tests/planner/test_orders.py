@@ -24,7 +24,7 @@ ORDERS = {
 def test_a_run_of_calls_is_the_simulation_of_their_program(name: str) -> None:
     per_stage, v, order = ORDERS[name]
     row = ROW._replace(stages=4, microbatches=9)
-    split = split_of(4, per_stage, v=v) if not v else split_of(4, v=True)
+    split = split_of(4, per_stage, v=v)
     calls = calls_of(row, split)
     run = evaluate(calls, order(split, 9))
     _, in_simulation = simulated(calls, split, order(split, 9))

@@ -18,7 +18,7 @@ from tests.harness.small import one_rank
 from tests.models.theirs import draw
 from tests.planner.test_search import MIXED, SLOW, TX
 from yafsdp_fn.planner import FormatsFound, search
-from yafsdp_fn.schedules import Trace
+from yafsdp_fn.schedules import Trace, zero3
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=2)
 INT8, ROOTS = ya.formats.Scaled(block=16), ya.formats.Roots(block=16)
@@ -71,7 +71,7 @@ def test_each_choice_is_what_a_search_of_its_own_trace_finds() -> None:
 
 def test_under_a_limit_that_only_smaller_moments_fit() -> None:
     def least(tx: Any) -> int:
-        program = ya.schedules.zero3(remat="all")(traced(PARAMS, tx))
+        program = zero3(remat="all")(traced(PARAMS, tx))
         return ya.planner.predict_memory(program).peak_bytes
 
     light = ya.optim.in_format(TX, ROOTS)

@@ -13,14 +13,14 @@ import torch
 import yafsdp_fn as ya
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import SLOW, TX, planned, traced
-from tests.planner.test_simulate import GB
+from tests.planner.test_simulate import GB, times
 from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.program.measured import Cost, OptimizerMemory, Value
 from yafsdp_fn.program.ops import Backward, Receive, Send
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import Trace, pipelines, zero1, zero2
+from yafsdp_fn.schedules import Trace, pipelines, remat, zero1, zero2
 from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.timeline.text import shown
 
@@ -55,7 +55,7 @@ def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
 def test_a_bubble_by_cause() -> None:
     """Two stages, two microbatches: F0 F1 . B0 B1 above, . F0 B0 F1 B1 below."""
     timeline = simulate(pipeline(chain(2, 2), 2, one_f_one_b(zero1())), NO_LINKS)
-    spans = [[(s.start, s.end) for s in stage.on("compute")] for stage in timeline.by_stage]
+    spans = [times(stage.on("compute")) for stage in timeline.by_stage]
     assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
     first, second = timeline.by_stage
     assert first.bubbles() == {"receive": 3} and second.bubbles() == {"fill": 1, "drain": 2}
@@ -87,7 +87,7 @@ def test_a_transfer_is_one_at_both_ends() -> None:
     timeline = simulate(pipeline(chain(2, 1, GB), 2, one_f_one_b(zero1())), cluster)
     (sent,), (received,) = timeline.by_stage[0].on("send"), timeline.by_stage[1].on("receive")
     assert (sent.start, sent.end) == (received.start, received.end) == (1, 2.5)
-    assert [(s.start, s.end) for s in timeline.by_stage[1].on("compute")] == [(2.5, 3.5), (3.5, 5.5)]
+    assert times(timeline.by_stage[1].on("compute")) == [(2.5, 3.5), (3.5, 5.5)]
     assert timeline.seconds == 5.5 + 1.5 + 2
     assert [(c.source, c.target, c.link, c.messages, c.nbytes) for c in timeline.crossings] == [
         (0, 1, "network", 1, GB),
@@ -159,7 +159,7 @@ def test_halves_of_a_backward_cost_what_it_does() -> None:
     cost = Cost(flops=10**12, bwd_flops=3 * 10**12, attention_flops=10**12, bwd_attention_flops=2 * 10**12)
     trace = chain(2, 1)
     visits = [v._replace(cost=cost._replace(arguments=v.cost.arguments)) for v in trace.visits]
-    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=ya.schedules.remat.all)))
+    made = pipeline(trace._replace(visits=tuple(visits)), 2, zero_bubble(zero1(remat=remat.all)))
     computes = simulate(made, NO_LINKS).by_stage[1].on("compute")
     halves = {s.op.half: s.seconds for s in computes if isinstance(s.op, Backward)}
     assert halves == {"inputs": 2 + 1 + 2, "weights": 2}

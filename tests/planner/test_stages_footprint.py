@@ -10,6 +10,7 @@ import pytest
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.marks import nightly
+from tests.harness.meshes import mesh_of
 from tests.harness.pool import on_ranks
 from tests.harness.small import batch
 from tests.planner.test_footprint import (
@@ -26,7 +27,7 @@ from tests.planner.test_footprint import (
 )
 from yafsdp_fn.nn import linear
 from yafsdp_fn.planner.footprint import predict_memory
-from yafsdp_fn.schedules import gpipe, interleaved, one_f_one_b, zero1, zero2, zero3, zero_bubble
+from yafsdp_fn.schedules import assign, gpipe, interleaved, one_f_one_b, zero1, zero2, zero3, zero_bubble
 
 ORDERS: dict[str, tuple[Any, int]] = {
     "gpipe": (gpipe(zero2()), 1),
@@ -45,33 +46,25 @@ CASES = [
 ]
 
 
-@functools.cache
-def mesh_of(_: int) -> Any:
-    return ya.mesh(device="cpu", stage=2)
-
-
 @pytest.mark.sampled
 @on_ranks(2, 4)
 @pytest.mark.parametrize(("order", "precision", "optimizer"), CASES)
 def test_a_stage_holds_what_is_predicted(mesh: Any, order: str, precision: str, optimizer: str) -> None:
     """Predicted and real bytes of what a stage holds on this rank after two steps."""
-    mesh, tx, dtypes = mesh_of(mesh.size()), OPTIMIZERS[optimizer], PRECISIONS[precision]
+    mesh, tx, dtypes = mesh_of(stage=2), OPTIMIZERS[optimizer], PRECISIONS[precision]
     schedule, per_stage = ORDERS[order]
     params, given = frozen_embedding(), batch(rows=8)
     part = {key: leaf[:2] for key, leaf in given.items()}
     trace = ya.planner.trace(cast_loss, params, part, precision=dtypes)
-    assignment = ya.schedules.assign(trace, 2, per_stage=per_stage)
+    assignment = assign(trace, 2, per_stage=per_stage)
     state = ya.init(params, tx, mesh=mesh, precision=dtypes, stages=assignment)
     for scratch in (state.memory.comms.reduce_scratch, state.memory.comms.replicate_scratch):
         scratch._made.clear()  # of other states on this mesh
-    step = ya.train_step(cast_loss, tx, schedule=schedule, microbatches=4, skip_nonfinite=False)
+    make = functools.partial(ya.train_step, cast_loss, tx, schedule=schedule, microbatches=4, skip_nonfinite=False)
+    lowered, step = make().lower(state, given), make()
     for _ in range(2):
         state, _metrics = step(state, given)
-    program = step.program(state)
-    assert program is not None
-    real = held_by(state)
-    state = ya.init(params, tx, mesh=mesh, precision=dtypes, stages=assignment)
-    lowered = ya.train_step(cast_loss, tx, schedule=schedule, microbatches=4, skip_nonfinite=False).lower(state, given)
+    program, real = step.program(state), held_by(state)
     assert predict_memory(program, device="cpu") == predict_memory(lowered, device="cpu")
     found = predict_memory(program.by_stage[state.memory.comms.stage], device="cpu").itemised()
     assert {name: found[name] for name in real} == real
@@ -79,9 +72,9 @@ def test_a_stage_holds_what_is_predicted(mesh: Any, order: str, precision: str, 
 
 
 PEAKS = [
-    nightly("one_f_one_b", "none", 0.02),
-    nightly("gpipe", "all", 0.03),
-    ("zero_bubble", "none", 0.04),
+    nightly(one_f_one_b, "none", 0.02),
+    nightly(gpipe, "all", 0.03),
+    (zero_bubble, "none", 0.04),
 ]
 """By how much they may be off: what a head keeps between halves of its backward is not known to the byte."""
 
@@ -89,13 +82,11 @@ PEAKS = [
 @on_ranks()
 @pytest.mark.parametrize("world", [2, nightly(4)])
 @pytest.mark.parametrize(("order", "remat", "tolerance"), PEAKS)
-def test_the_peak_of_a_stage(mesh: Any, order: str, remat: str, tolerance: float) -> None:
-    mesh = mesh_of(mesh.size())
-    trace = ya.planner.trace(
-        llama.loss(SMALL_HEAD), llama.params(SMALL_HEAD), tokens(SMALL_HEAD), precision=PRECISIONS["fp32"]
-    )
-    how: dict[str, Any] = {"order": getattr(ya.schedules, order), "stages": ya.schedules.assign(trace, 2), "rows": 8}
+def test_the_peak_of_a_stage(_: Any, order: Any, remat: str, tolerance: float) -> None:
+    precision = PRECISIONS["fp32"]
+    trace = ya.planner.trace(llama.loss(SMALL_HEAD), llama.params(SMALL_HEAD), tokens(SMALL_HEAD), precision=precision)
+    how: dict[str, Any] = {"stages": assign(trace, 2), "rows": 8, "precision": precision}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(linear, "LARGE", 1 << 16)  # as in a run: halves of backwards keep other things
-        real, predicted = measured(mesh, SMALL_HEAD, remat, 4, **how, precision=PRECISIONS["fp32"])
-    agree(real, predicted, tolerance)
+        found = measured(mesh_of(stage=2), SMALL_HEAD, order(zero3(remat=remat)), 4, **how)
+    agree(*found, tolerance)

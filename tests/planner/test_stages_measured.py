@@ -20,7 +20,7 @@ from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.schedules import pipelines
+from yafsdp_fn.schedules import pipelines, zero1
 from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.timeline import Timeline
 
@@ -48,7 +48,7 @@ def built(order: str) -> Program:
         visits.append(visit._replace(cost=sleeps._replace(arguments=visit.cost.arguments)))
     trace = trace._replace(visits=tuple(visits))
     whole = Order(order, 2, ORDERS[order], MICROBATCHES).whole(trace, (("stage", 2), ("shard", 1)))
-    return pipelines.FACTORIES[order](ya.schedules.zero1())(whole)
+    return pipelines.FACTORIES[order](zero1())(whole)
 
 
 def timelines(mesh: Any, order: str) -> list[Timeline]:
@@ -56,9 +56,7 @@ def timelines(mesh: Any, order: str) -> list[Timeline]:
     tx, made = ya.optim.sgd(1e-3), built(order)
     assignment = assign(made.trace, 2, per_stage=ORDERS[order])
     state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", stage=2), stages=assignment)
-    step = ya.train_step(
-        Loss(FORWARD), tx, schedule=pipelines.FACTORIES[order](ya.schedules.zero1()), microbatches=MICROBATCHES
-    )
+    step = ya.train_step(Loss(FORWARD), tx, schedule=pipelines.FACTORIES[order](zero1()), microbatches=MICROBATCHES)
     data = batch().repeat(MICROBATCHES // 2, 1)
     state, _ = step(state, data)
     with ya.timeline.record() as recording:

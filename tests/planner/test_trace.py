@@ -17,14 +17,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import yafsdp_fn as ya
 from models import llama
+from tests.harness.abstract import step_of
 from tests.harness.pool import Pools
 from tests.harness.small import L, Model, batch, block, embed, head, loss, model, one_rank, param, with_block, with_ends
+from yafsdp_fn import optim
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.planner.trace import trace
-from yafsdp_fn.schedules import Program
+from yafsdp_fn.schedules import Program, zero3
 from yafsdp_fn.util.torch_private import causal_to_the_last
 
-TX = ya.optim.adamw(1e-2)
+TX = optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
 META = {name: torch.empty(x.shape, dtype=x.dtype, device="meta") for name, x in batch().items()}
 
@@ -83,7 +85,7 @@ def test_ranks_do_not_communicate_to_trace(pools: Pools) -> None:
 
 def test_it_is_saved_with_a_program() -> None:
     found = trace(loss, model(), META)
-    program = ya.schedules.zero3()(found)
+    program = zero3()(found)
     assert Program.from_json(program.to_json()) == program and program.trace.visits[1].cost.takes
     visits = (v._replace(cost=v.cost._replace(flops=0, takes=(), gives=())) for v in found.visits)
     plain = found._replace(visits=tuple(visits))
@@ -216,6 +218,7 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
     keys, heads, size = how.get("keys", T), how.get("heads", H), how.get("dtype", torch.float32).itemsize
     rows, columns = B * H * S * D * size, B * heads * keys * D * size
     mask = S * keys if how.get("attn_mask") is True else 0
+    assert cost.carry_bytes == rows
     assert cost.kept_bytes == rows + rows + 2 * columns + rows + B * H * S * 4 + mask  # x, q, k and v, out, logsumexp
 
 
@@ -287,16 +290,9 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
 
 
 def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
-    config = llama.CONFIGS["llama3.1-405b"]
-    tokens = torch.empty(1, 8192, dtype=torch.long, device="meta")
-    before = _resident()
-    found = trace(
-        llama.loss(config),
-        llama.params(config),
-        {"tokens": tokens, "targets": tokens},
-        mesh=(("node", 2048), ("local", 8)),
-        precision=ya.Precision(compute=torch.bfloat16),
-    )
+    config, before = llama.CONFIGS["llama3.1-405b"], _resident()
+    precision = ya.Precision(compute=torch.bfloat16)
+    found = trace(*step_of(config, 1, 8192), mesh=(("node", 2048), ("local", 8)), precision=precision)
     assert len(found.visits) == 128 and found.ranks == 16384
     parameters = sum(unit.numel for unit in found.units)
     assert 405e9 < parameters < 406e9
@@ -324,13 +320,13 @@ def momentum_of_matrices(path: str, param: ya.Param) -> bool:
 
 OPTIMIZERS = [
     TX,
-    ya.optim.sgd(0.1),
-    ya.optim.masked(ya.optim.sgd(0.1, momentum=0.9), momentum_of_matrices),
-    ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.assume_elementwise((TX.init, TX.update))),
+    optim.sgd(0.1),
+    optim.masked(optim.sgd(0.1, momentum=0.9), momentum_of_matrices),
+    optim.chain(optim.clip_by_global_norm(1.0), optim.assume_elementwise((TX.init, TX.update))),
 ]
 
 
-RATES = [ya.optim.adamw(lambda count: 1e-3 / (1 + count)), ya.optim.sgd(lambda count: 1e-3 / (1 + count), 0.9)]
+RATES = [optim.adamw(lambda count: 1e-3 / (1 + count)), optim.sgd(lambda count: 1e-3 / (1 + count), 0.9)]
 
 
 @pytest.mark.parametrize("tx", RATES, ids=["adamw", "sgd"])
@@ -368,7 +364,7 @@ def test_a_plan_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch._C, name, asked, raising=False)
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)  # that needs no driver
-    plan = ya.planner.plan(loss, model(), META, tx=ya.optim.muon(1e-2), ranks=16, cluster="h100-80g")
+    plan = ya.planner.plan(loss, model(), META, tx=optim.muon(1e-2), ranks=16, cluster="h100-80g")
     assert plan.fits and not torch.cuda.is_initialized()
 
 

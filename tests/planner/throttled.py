@@ -15,6 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.unlike import Model, Sizes
 from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
+from yafsdp_fn.schedules import zero2
 
 MODEL = Model((("global", 8),), Sizes(E=128, F=256, H=4, V=64, S=32))
 TX = ya.optim.adamw(1e-3)
@@ -25,7 +26,7 @@ def written(mbit: float) -> Synthesized:
     """From the best of search, in the memory of zero2: all weights stay, and no sum of gradients."""
     cluster = LOCAL.replace(gpus_per_node=1, network_bandwidth=mbit * 1e6 / 8 / 2)
     step = trace(MODEL.loss, MODEL.params(), MODEL.batch(MICROBATCHES), tx=TX, ranks=2, microbatches=MICROBATCHES)
-    memory = predict_memory(ya.schedules.zero2()(step)).peak_bytes
+    memory = predict_memory(zero2()(step)).peak_bytes
     made = search(step, cluster, memory=memory, synthesize=math.inf, moves=300).synthesized
     assert made is not None
     return made

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness.damage import PARTS, json_damage, search
+from tests.harness.damage import PARTS, json_damage, put, search
 from tests.harness.marks import nightly
 from tests.program.test_program import PROGRAMS
 from tests.program.traces import model, on
@@ -52,87 +52,69 @@ def test_damaged_programs(in_child: Callable[..., Any], tmp_path: Path, parts: l
 TEXT = SMALL.to_json()
 
 
-def edited(change: Callable[[Any], Any]) -> str:
-    data = json.loads(TEXT)
-    change(data)
-    return json.dumps(data)
-
-
-def put(*path: Any) -> Callable[[Any], None]:
-    """Puts the last of `path` where the rest of it leads."""
-
-    def change(data: Any) -> None:
-        *way, last, value = path
-        for key in way:
-            data = data[key]
-        data[last] = value
-
-    return change
-
-
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("path", "text"),
     [
-        (put("trace", "units", 1, 4, "12"), r"trace\.units\[1\]\.numel: expected an int of 64 bits, got '12'"),
-        (put("trace", "units", 1, 4, -12), r"trace\.units\[1\]\.numel: expected 0 to inf, got -12"),
-        (put("trace", "units", 1, 4, 2**63), r"trace\.units\[1\]\.numel: expected an int of 64 bits, got 92"),
-        (put("trace", "units", 1, 0, 2), r"trace\.units\[1\]\.id: expected 1, its place, got 2"),
-        (put("trace", "units", 1, 1, "\ud800"), r"trace\.units\[1\]\.name: expected a string without half a surrogate"),
-        (put("trace", "visits", 0, 2, [9]), r"trace\.visits\[0\]\.units: expected different ones of the 4 units"),
-        (put("trace", "visits", 0, 3, [1]), r"trace\.visits\[0\]\.trained: expected different ones of its units"),
-        (put("trace", "units", 0, 7, False), r"trace\.visits\[0\]\.trained: units\[0\] is not trainable"),
+        (("trace", "units", 1, 4, "12"), r"trace\.units\[1\]\.numel: expected an int of 64 bits, got '12'"),
+        (("trace", "units", 1, 4, -12), r"trace\.units\[1\]\.numel: expected 0 to inf, got -12"),
+        (("trace", "units", 1, 4, 2**63), r"trace\.units\[1\]\.numel: expected an int of 64 bits, got 92"),
+        (("trace", "units", 1, 0, 2), r"trace\.units\[1\]\.id: expected 1, its place, got 2"),
+        (("trace", "units", 1, 1, "\ud800"), r"trace\.units\[1\]\.name: expected a string without half a surrogate"),
+        (("trace", "visits", 0, 2, [9]), r"trace\.visits\[0\]\.units: expected different ones of the 4 units"),
+        (("trace", "visits", 0, 3, [1]), r"trace\.visits\[0\]\.trained: expected different ones of its units"),
+        (("trace", "units", 0, 7, False), r"trace\.visits\[0\]\.trained: units\[0\] is not trainable"),
         (
-            put("trace", "visits", 0, 4, 0, None),
+            ("trace", "visits", 0, 4, 0, None),
             r"trace\.visits\[0\]\.cost\.flops: expected an int of 64 bits, got None",
         ),
         (
-            put("trace", "visits", 1, 4, 17, [[0, 0, [0, 9], 4, 4]]),
+            ("trace", "visits", 1, 4, 17, [[0, 0, [0, 9], 4, 4]]),
             r"trace\.visits\[1\]\.cost\.arguments\[0\]\.made: expected some of the 4 visits",
         ),
-        (put("trace", "loss_of", [-1]), r"trace\.loss_of: expected some of the 4 visits"),
+        (("trace", "loss_of", [-1]), r"trace\.loss_of: expected some of the 4 visits"),
         (
-            put("trace", "order", 0, 0, "sideways"),
+            ("trace", "order", 0, 0, "sideways"),
             r"trace\.order\[0\]\.kind: expected 'forward' or 'backward' or .*, got 'side",
         ),
-        (put("trace", "order", 0, 2, 2), r"trace\.order\[0\]: forward of visit 0 in microbatch 2: there is no such"),
-        (put("trace", "order", 1, ["forward", 0, 0, []]), r"trace\.order: one of its computes is there twice"),
-        (put("trace", "mesh", [["shard", 0]]), r"trace\.mesh\[0\]\[1\]: expected 1 to inf, got 0"),
-        (put("trace", "mesh", [["shard", 2**40]]), r"trace\.mesh: at most 131072 ranks"),
-        (put("trace", "mesh", 0, 1, True), r"trace\.mesh\[0\]\[1\]: expected an int of 64 bits, got True"),
-        (put("trace", "microbatches", 10**9), r"trace\.microbatches: 1000000000 of 16 computes"),
-        (put("trace", "lent", 0, 1, 10**9), r"trace\.lent\[0\]\.parts: expected 1 to 1,024, got 1000000000"),
+        (("trace", "order", 0, 2, 2), r"trace\.order\[0\]: forward of visit 0 in microbatch 2: there is no such"),
+        (("trace", "order", 1, ["forward", 0, 0, []]), r"trace\.order: one of its computes is there twice"),
+        (("trace", "mesh", [["shard", 0]]), r"trace\.mesh\[0\]\[1\]: expected 1 to inf, got 0"),
+        (("trace", "mesh", [["shard", 2**40]]), r"trace\.mesh: at most 131072 ranks"),
+        (("trace", "mesh", 0, 1, True), r"trace\.mesh\[0\]\[1\]: expected an int of 64 bits, got True"),
+        (("trace", "microbatches", 10**9), r"trace\.microbatches: 1000000000 of 16 computes"),
+        (("trace", "lent", 0, 1, 10**9), r"trace\.lent\[0\]\.parts: expected 1 to 1,024, got 1000000000"),
         (
-            put("trace", "units", 1, 9, ["local"]),
+            ("trace", "units", 1, 9, ["local"]),
             r"trace\.units\[1\]\.over: expected axes inside blocks, each once, got",
         ),
         (
-            put("trace", "optimizer", [0, [[8, 4, 3]], [0, 1]]),
+            ("trace", "optimizer", [0, [[8, 4, 3]], [0, 1]]),
             r"trace\.optimizer\.shards\[0\]: expected parts that 8 ranks divide into, got 3",
         ),
-        (put("trace", "kernels", "fast"), r"trace\.kernels: expected fused, eager or pieces, got 'fast'"),
-        (put("trace", "color", 1), r"trace: there is no 'color'; expected units, visits, "),
+        (("trace", "kernels", "fast"), r"trace\.kernels: expected fused, eager or pieces, got 'fast'"),
+        (("trace", "color", 1), r"trace: there is no 'color'; expected units, visits, "),
         (
-            put("stages", 0, 0, ["gather", [0.5], [0]]),
+            ("stages", 0, 0, ["gather", [0.5], [0]]),
             r"stages\[0\]\[0\], gather\.units\[0\]: expected an int of 64 bits, got 0\.5",
         ),
-        (put("stages", 0, 0, ["gather"]), r"stages\[0\]\[0\], gather: no units"),
+        (("stages", 0, 0, ["gather"]), r"stages\[0\]\[0\], gather: no units"),
         (
-            put("stages", 0, 0, ["gather", [0], [0], "shard", 1]),
+            ("stages", 0, 0, ["gather", [0], [0], "shard", 1]),
             r"stages\[0\]\[0\], gather: expected a list of at most 3, units, slots, ",
         ),
         (
-            put("stages", 0, 0, [["gather"]]),
+            ("stages", 0, 0, [["gather"]]),
             r"stages\[0\]\[0\]: expected a list that begins with an op's name, got \[\['gather'\]\]",
         ),
-        (put("stages", None), r"expected an object of a version, a trace and a list of stages"),
-        (put("stages", []), r"expected an object of a version, a trace and a list of stages"),
-        (put("stages", 0, None), r"stages\[0\]: expected a list of ops, got None"),
-        (put("more", None), r"expected an object of a version, a trace and a list of stages"),
+        (("stages", None), r"expected an object of a version, a trace and a list of stages"),
+        (("stages", []), r"expected an object of a version, a trace and a list of stages"),
+        (("stages", 0, None), r"stages\[0\]: expected a list of ops, got None"),
+        (("more", None), r"expected an object of a version, a trace and a list of stages"),
     ],
 )
-def test_the_place_of_what_is_wrong_is_named(change: Callable[[Any], Any], text: str) -> None:
+def test_the_place_of_what_is_wrong_is_named(path: tuple[Any, ...], text: str) -> None:
     with pytest.raises(ValueError, match="^not a program in JSON: " + text):
-        Program.from_json(edited(change))
+        Program.from_json(put(TEXT, *path))
 
 
 @pytest.mark.parametrize(

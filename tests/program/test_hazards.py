@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from yafsdp_fn.program.ops import OPS, STREAMS
 from yafsdp_fn.schedules import (
     AllReduce,
@@ -12,6 +14,7 @@ from yafsdp_fn.schedules import (
     Gather,
     Norm,
     Offload,
+    Op,
     Receive,
     Reduce,
     Scoreboard,
@@ -58,31 +61,42 @@ def test_forget_and_clear() -> None:
     assert board.use("last", "compute", [A], [B]) == []
 
 
-def test_uses_of_every_op() -> None:
-    slot, grad, s = "slot", "grad slot", "set 7"
-    shards = [("grad shard", 3), ("grad shard", 4)]
-    assert Gather((3, 4), (0, 1)).uses(s) == ([("shard", 3), ("shard", 4)], [(slot, s, 0), (slot, s, 1)])
-    assert Gather((3,), (0,), "node").uses(s) == ([("secondary", s, 3)], [(slot, s, 0)])
-    assert Stash((3, 4), (0, 1)).uses(s) == ([(slot, s, 0), (slot, s, 1)], [("secondary", s, 3), ("secondary", s, 4)])
-    assert Forward(9, (0, 1), True).uses(s) == ([(slot, s, 0), (slot, s, 1)], [])
-    assert Backward(9, (0, 1), (2,)).uses(s) == ([(slot, s, 0), (slot, s, 1)], [(grad, s, 2)])
-    carry, host = ("carry slot", s, 5), ("host", s, 9)
-    assert Forward(9, (0,), False, carry_slot=5).uses(s) == ([(slot, s, 0)], [carry])
-    assert Backward(9, (0,), (2,), carry_slot=5).uses(s) == ([(slot, s, 0), carry], [(grad, s, 2)])
-    assert Forward(9, (0,), True, early=(2,)).uses(s) == ([(slot, s, 0)], [(grad, s, 2)])
-    assert Offload(9, 5).uses(s) == ([carry], [host])
-    assert Fetch(9, 5).uses(s) == ([host], [carry])
-    taken, given = (carry, (("carry slot", s, 6))), [("carry slot", s, 7)]
-    assert Forward(9, (0,), True, takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], given)
-    assert Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)).uses(s) == ([(slot, s, 0), *taken], [(grad, s, 2), *given])
-    assert Backward(9, (0,), (), gives=(7,), half="inputs").uses(s) == ([(slot, s, 0)], given)
-    assert Backward(9, (), (2,), half="weights").uses(s) == ([], [(grad, s, 2)])
-    assert Send(3, 5).uses(s) == ([carry], []) and Receive(3, 5, 1, True).uses(s) == ([], [carry])
-    assert Reduce((3,), (2,)).uses(s) == ([(grad, s, 2)], [("grad shard", 3), ("receive",)])
-    assert AllReduce((3, 4)).uses(s) == ([], [*shards, ("replicate",)])
-    assert Norm((3, 4)).uses(s) == (shards, [("norm",)])
-    assert Exchange((3, 4), 0).uses(s) == ([], [("optimizer", 3), ("optimizer", 4)])
-    assert Update((3,)).uses(s) == ([("norm",)], [("shard", 3), ("optimizer", 3), ("grad shard", 3)])
+@pytest.mark.parametrize(
+    ("op", "uses"),
+    [
+        (Gather((3, 4), (0, 1)), "shard 3, shard 4 -> slot set 0, slot set 1"),
+        (Gather((3,), (0,), "node"), "secondary set 3 -> slot set 0"),
+        (Stash((3, 4), (0, 1)), "slot set 0, slot set 1 -> secondary set 3, secondary set 4"),
+        (Forward(9, (0, 1), True), "slot set 0, slot set 1 -> "),
+        (Backward(9, (0, 1), (2,)), "slot set 0, slot set 1 -> grad slot set 2"),
+        (Forward(9, (0,), False, carry_slot=5), "slot set 0 -> carry slot set 5"),
+        (Backward(9, (0,), (2,), carry_slot=5), "slot set 0, carry slot set 5 -> grad slot set 2"),
+        (Forward(9, (0,), True, early=(2,)), "slot set 0 -> grad slot set 2"),
+        (Offload(9, 5), "carry slot set 5 -> host set 9"),
+        (Fetch(9, 5), "host set 9 -> carry slot set 5"),
+        (
+            Forward(9, (0,), True, takes=(5, 6), gives=(7,)),
+            "slot set 0, carry slot set 5, carry slot set 6 -> carry slot set 7",
+        ),
+        (
+            Backward(9, (0,), (2,), takes=(5, 6), gives=(7,)),
+            "slot set 0, carry slot set 5, carry slot set 6 -> grad slot set 2, carry slot set 7",
+        ),
+        (Backward(9, (0,), (), gives=(7,), half="inputs"), "slot set 0 -> carry slot set 7"),
+        (Backward(9, (), (2,), half="weights"), " -> grad slot set 2"),
+        (Send(3, 5), "carry slot set 5 -> "),
+        (Receive(3, 5, 1, True), " -> carry slot set 5"),
+        (Reduce((3,), (2,)), "grad slot set 2 -> grad shard 3, receive"),
+        (AllReduce((3, 4)), " -> grad shard 3, grad shard 4, replicate"),
+        (Norm((3, 4)), "grad shard 3, grad shard 4 -> norm"),
+        (Exchange((3, 4), 0), " -> optimizer 3, optimizer 4"),
+        (Update((3,)), "norm -> shard 3, optimizer 3, grad shard 3"),
+    ],
+)
+def test_uses_of_every_op(op: Op, uses: str) -> None:
+    """What it reads -> what it writes, in the buffers of a slot set."""
+    found = (", ".join(" ".join(map(str, buffer)) for buffer in buffers) for buffers in op.uses("set"))
+    assert " -> ".join(found) == uses
 
 
 EVERY_OP = (

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,7 @@ from yafsdp_fn.schedules import (
     Gather,
     Norm,
     Offload,
+    Op,
     Program,
     Receive,
     Reduce,
@@ -75,45 +77,31 @@ def test_microbatches_and_several_units_in_print() -> None:
     assert "backward a[0]+b[0] (microbatch 1) in slots 0, 2 -> grad slots 0, 2" in str(zero3()(together(1, 2)))
 
 
-def test_ops_of_several_units_in_words() -> None:
-    trace = model(3)
-    assert describe(Gather((1, 2), (0, 1)), trace) == "gather a[0], a[1] -> slots 0, 1"
-    assert describe(Reduce((1,), (0,)), trace) == "reduce a[0] <- grad slot 0"
-    assert describe(Forward(1, (0,), False), trace) == "forward a[0] in slot 0, recompute"
+@pytest.mark.parametrize(
+    ("op", "words"),
+    [
+        (Gather((1, 2), (0, 1)), "gather a[0], a[1] -> slots 0, 1"),
+        (Gather((1,), (0,), "node"), "gather a[0] in node -> slot 0"),
+        (Gather((1, 2), (0, 1), "node"), "gather a[0], a[1] in node -> slots 0, 1"),
+        (Stash((1,), (0,)), "stash a[0] <- slot 0"),
+        (Forward(1, (0,), True, 1), "forward a[0] (microbatch 1) in slot 0, keep graph"),
+        (Forward(1, (0,), False), "forward a[0] (microbatch 0) in slot 0, recompute"),
+        (Backward(1, (0,), (4,), 1), "backward a[0] (microbatch 1) in slot 0 -> grad slot 4"),
+        (Backward(1, (0,), (), 1), "backward a[0] (microbatch 1) in slot 0"),
+        (Reduce((1,), (0,)), "reduce a[0] <- grad slot 0"),
+        (AllReduce((1, 2)), "all-reduce a[0], a[1]"),
+        (Norm((0, 1)), "norm of 2 units"),
+        (Update((4,)), "update head"),
+        (Exchange((1,), 0), "lend a[0]"),
+        (Exchange((1, 2), 1), "return a[0], a[1]"),
+    ],
+)
+def test_every_op_in_words(op: Op, words: str) -> None:
+    assert describe(op, model(3, 2)) == words
 
 
-def test_every_op_in_words() -> None:
-    trace = model(3, 2)
-    assert [
-        describe(op, trace)
-        for op in (
-            Gather((1,), (0,), "node"),
-            Gather((1, 2), (0, 1), "node"),
-            Stash((1,), (0,)),
-            Forward(1, (0,), True, 1),
-            Backward(1, (0,), (4,), 1),
-            Backward(1, (0,), (), 1),
-            AllReduce((1, 2)),
-            Norm((0, 1)),
-            Update((4,)),
-            Exchange((1,), 0),
-            Exchange((1, 2), 1),
-        )
-    ] == [
-        "gather a[0] in node -> slot 0",
-        "gather a[0], a[1] in node -> slots 0, 1",
-        "stash a[0] <- slot 0",
-        "forward a[0] (microbatch 1) in slot 0, keep graph",
-        "backward a[0] (microbatch 1) in slot 0 -> grad slot 4",
-        "backward a[0] (microbatch 1) in slot 0",
-        "all-reduce a[0], a[1]",
-        "norm of 2 units",
-        "update head",
-        "lend a[0]",
-        "return a[0], a[1]",
-    ]
-    in_parts = on(trace, "ranks", "after norm", parts=3)
-    assert describe(Update((4,), 1), in_parts) == "update head, part 1"
+def test_a_part_of_an_update_in_words() -> None:
+    assert describe(Update((4,), 1), on(model(3, 2), "ranks", "after norm", parts=3)) == "update head, part 1"
 
 
 EVERYTHING = """\
@@ -275,26 +263,23 @@ def test_a_fingerprint_ignores_measured_costs() -> None:
 
 def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
     program = PROGRAMS[0]
-    trace = program.trace
-    small = trace.units[0]._replace(numel=1)
-    one = trace.visits[0]
+    trace, ops = program.trace, program.ops
+    unit, visit = trace.units[0], trace.visits[0]
+    traces: list[dict[str, Any]] = [
+        {"units": (unit._replace(numel=1), *trace.units[1:])},
+        {"visits": (visit._replace(trained=()), *trace.visits[1:])},
+        {"mesh": (("shard", 4),)},
+        {"microbatches": 3},
+        {"update_when": "after norm"},
+    ]
+    first = (Gather((0,), (3,)), Gather((0,), (2,), "node"), Stash((0,), (2,)))
+    last = (AllReduce((0,)), Norm((0,)), Update((0,)), Offload(0, 0), Fetch(0, 0), Fetch(0, 1))
     others = [
-        program.with_ops(program.ops[:-1]),
-        program.with_ops((Gather((0,), (3,)), *program.ops[1:])),
-        program.with_ops(tuple(op._replace(keep=False) if isinstance(op, Forward) else op for op in program.ops)),
-        program.with_trace(trace._replace(units=(small, *trace.units[1:]))),
-        program.with_trace(trace._replace(visits=(one._replace(trained=()), *trace.visits[1:]))),
-        program.with_trace(trace._replace(mesh=(("shard", 4),))),
-        program.with_trace(trace._replace(microbatches=3)),
-        program.with_trace(trace._replace(update_when="after norm")),
-        program.with_ops((Gather((0,), (2,), "node"), *program.ops[1:])),
-        program.with_ops((Stash((0,), (2,)), *program.ops[1:])),
-        program.with_ops((*program.ops, AllReduce((0,)))),
-        program.with_ops((*program.ops, Norm((0,)))),
-        program.with_ops((*program.ops, Update((0,)))),
-        program.with_ops((*program.ops, Offload(0, 0))),
-        program.with_ops((*program.ops, Fetch(0, 0))),
-        program.with_ops((*program.ops, Fetch(0, 1))),
+        program.with_ops(ops[:-1]),
+        program.with_ops(op._replace(keep=False) if isinstance(op, Forward) else op for op in ops),
+        *(program.with_trace(trace._replace(**change)) for change in traces),
+        *(program.with_ops((op, *ops[1:])) for op in first),
+        *(program.with_ops((*ops, op)) for op in last),
     ]
     assert len({program.fingerprint(), *(other.fingerprint() for other in others)}) == len(others) + 1
 
@@ -326,24 +311,8 @@ def test_a_wrong_program_can_be_printed() -> None:
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"version", "trace", "stages"} and data["stages"][0][0] == ["gather", [0], [2], "shard"]
-    fields = {
-        "units",
-        "visits",
-        "order",
-        "mesh",
-        "microbatches",
-        "update_when",
-        "precision",
-        "optimizer",
-        "lent",
-        "ordered",
-        "split",
-        "stage",
-        "loss_of",
-        "between",
-        "kernels",
-    }
-    assert set(data["trace"]) == fields
+    fields = "units visits order mesh microbatches update_when precision optimizer lent ordered split stage loss_of"
+    assert set(data["trace"]) == {*fields.split(), "between", "kernels"}
 
 
 def test_a_trace_is_a_table() -> None:

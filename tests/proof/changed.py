@@ -8,9 +8,11 @@ from typing import Any
 
 from tests.program.traces import cut, model, on, trace_of, unit
 from tests.proof.mutants import mutant
+from tests.schedules.drawn import ON_STAGES, builder
 from tests.schedules.pipelines import ORDERS, homes
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen, pipelines
+from yafsdp_fn.proof.form import check_form
+from yafsdp_fn.schedules import Program, Receive, Refused, Send, Trace, Update, UpdateWhen, pipelines
 from yafsdp_fn.schedules.messages import with_messages
 from yafsdp_fn.schedules.pipelines import pipeline
 
@@ -169,17 +171,22 @@ def any_change(made: Program, rng: random.Random) -> Program:
     return rng.choice((changed_messages, changed_order, changed_order, changed_program))(made, rng)
 
 
+def in_form(made: Program) -> bool:
+    """Whether it is a program at all: others are not changed further."""
+    try:
+        for program in made.by_stage:
+            check_form(program)
+    except Refused:
+        return False
+    return True
+
+
 def a_pipeline(
-    rng: random.Random,
-    sharding: Callable[[bool], tuple[Schedule, str]],
-    in_form: Callable[[Any], bool],
-    of: StepOf = step_of,
-    changed: Change = messages_or_program,
-    least: int = 0,
-) -> Any:
+    rng: random.Random, of: StepOf = step_of, changed: Change = messages_or_program, least: int = 0
+) -> Program | None:
     """As built, or changed up to twice; None where what came of it is no pipeline. of: its step; least: changes"""
     updates: UpdateWhen = rng.choice(("never", "after norm"))
-    schedule, mesh = sharding(updates != "never" and rng.random() < 0.7)
+    schedule, mesh = builder(rng, updates != "never" and rng.random() < 0.7, ON_STAGES)
     order = rng.choice(ORDERS)
     trace = of(rng, order, mesh, updates)
     assert trace.split is not None

@@ -18,52 +18,44 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from tests.program.traces import on
-from tests.proof.changed import a_pipeline
+from tests.proof.changed import a_pipeline, in_form
 from tests.proof.mutants import mutant
 from tests.proof.z3_orders import opinion
 from tests.schedules.cases import LARGER, SMALL
-from tests.schedules.drawn import ON_STAGES, builder
+from tests.schedules.drawn import builder
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.schedules import Program, Refused, verify
+from yafsdp_fn.schedules import Program, Refused, UpdateWhen, verify
 
 MOST = 40
 """Ops of a program, or of all stages."""
 
 
-def programs(seed: int) -> Iterator[Program]:
-    """Different ones without end: as built, and changed up to twice."""
-    rng, seen, traces = random.Random(seed), set[Any](), [*SMALL.values(), *LARGER.values()]
-    while True:
-        updates = rng.choice(("never", "after norm"))
-        schedule, mesh = builder(rng, update=updates != "never" and rng.random() < 0.7)
-        made = schedule(on(rng.choice(traces), mesh, updates, rng.choice((1, 1, 1, 2, 3))))
-        for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2))):
-            if refusal(made)[0] != "form":
-                made = mutant(made, rng)
-        if (
-            0 < len(made.ops) <= MOST
-            and (key := (made.trace.units, made.trace[1:6], made.trace.lent, made.ops)) not in seen
-        ):
-            seen.add(key)
-            yield made
+TRACES = [*SMALL.values(), *LARGER.values()]
 
 
-def pipelines(seed: int) -> Iterator[Program]:
-    """Different ones without end, as built and changed."""
+def a_program(rng: random.Random) -> Program:
+    """As built, or changed up to twice."""
+    updates: UpdateWhen = rng.choice(("never", "after norm"))
+    schedule, mesh = builder(rng, update=updates != "never" and rng.random() < 0.7)
+    made = schedule(on(rng.choice(TRACES), mesh, updates, rng.choice((1, 1, 1, 2, 3))))
+    for _ in range(rng.choice((0, 1, 1, 1, 1, 2, 2))):
+        if in_form(made):
+            made = mutant(made, rng)
+    return made
+
+
+def different(drawn: Callable[[random.Random], Program | None], seed: int) -> Iterator[Program]:
+    """Different ones of up to MOST ops, without end."""
     rng, seen = random.Random(seed), set[Any]()
-
-    def in_form(made: Program) -> bool:
-        return refusal(made)[0] != "form"
-
     while True:
-        made = a_pipeline(rng, lambda update: builder(rng, update, ON_STAGES), in_form)
-        if made is None or sum(map(len, made.stages)) > MOST:
+        made = drawn(rng)
+        if made is None or not 0 < len(made) <= MOST:
             continue
-        key = made.trace.units, made.trace[1:6], made.trace.split, made.stages
+        key = made.trace.units, made.trace[1:6], made.trace.lent, made.trace.split, made.stages
         if key not in seen:
             seen.add(key)
             yield made
@@ -144,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
     begin, cpu = time.monotonic(), time.process_time()
     try:
-        found = compare(args.programs, (pipelines if args.stages else programs)(args.seed), args.seconds)
+        found = compare(args.programs, different(a_pipeline if args.stages else a_program, args.seed), args.seconds)
     except AssertionError as wrong:
         sys.exit(str(wrong))
     print(report(found))

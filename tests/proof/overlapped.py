@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 from tests.proof.reference import Issued
 from tests.proof.symbols import Memory, Result, beginning, outcome
@@ -18,6 +19,36 @@ def waits_of(ops: Sequence[Issued]) -> list[list[int]]:
     """What each op must wait for, as the scoreboard says."""
     board: Scoreboard[int] = Scoreboard()
     return [board.use(key, op.stream, op.reads, op.writes) for key, op in enumerate(ops)]
+
+
+def without(waits: Sequence[Sequence[int]], pair: tuple[int, int]) -> list[list[int]]:
+    """The waits but one: `(later, earlier)`."""
+    return [[wait for wait in found if (key, wait) != pair] for key, found in enumerate(waits)]
+
+
+class OnStream(Protocol):
+    """What is issued on a stream."""
+
+    @property
+    def stream(self) -> str: ...
+
+
+def reaches(waits: Sequence[Sequence[int]], ops: Sequence[OnStream], pair: tuple[int, int]) -> bool:
+    """Whether the later op of a wait follows the earlier one anyway, by other waits and by the order of streams."""
+    later, earlier = pair
+    last: dict[str, int] = {}
+    before: list[list[int]] = []
+    for found, op in zip(without(waits, pair)[: later + 1], ops, strict=False):
+        if op.stream in last:
+            found.append(last[op.stream])
+        last[op.stream] = len(before)
+        before.append(found)
+    seen, todo = set(), [later]
+    while todo:
+        new = [key for key in before[todo.pop()] if key not in seen and key >= earlier]
+        seen.update(new)
+        todo += new
+    return earlier in seen
 
 
 def run_overlapped(trace: Trace, ops: Sequence[Issued], waits: Sequence[Sequence[int]], rng: random.Random) -> Result:

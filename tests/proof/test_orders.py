@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.harness.marks import nightly
-from tests.proof.overlapped import run_overlapped, waits_of
+from tests.proof.overlapped import reaches, run_overlapped, waits_of, without
 from tests.proof.reference import ALIASED, MODES, SHARDED, Issued, Mode, issued
 from tests.proof.symbols import expected
 from tests.schedules.cases import LARGER, SCHEDULES, SMALL, program
@@ -43,24 +43,6 @@ def test_no_order_changes_the_result(schedule: str, seeds: range) -> None:
 # ---- that the interpreter has teeth
 
 
-def reaches(waits: Sequence[Sequence[int]], ops: Sequence[Issued], without: tuple[int, int]) -> bool:
-    """Whether the later op of a wait follows the earlier one anyway, by other waits and by the order of streams."""
-    later, earlier = without
-    last: dict[str, int] = {}
-    before: list[list[int]] = []
-    for key, op in enumerate(ops[: later + 1]):
-        before.append([wait for wait in waits[key] if (key, wait) != without])
-        if op.stream in last:
-            before[-1].append(last[op.stream])
-        last[op.stream] = key
-    seen, todo = set(), [later]
-    while todo:
-        new = [key for key in before[todo.pop()] if key not in seen and key >= earlier]
-        seen.update(new)
-        todo += new
-    return earlier in seen
-
-
 def wrong(made: Program, ops: Sequence[Issued], waits: Sequence[Sequence[int]], seeds: range) -> bool:
     right = expected(made)
     return any(run_overlapped(made.trace, ops, waits, random.Random(seed)) != right for seed in seeds)
@@ -80,10 +62,7 @@ def test_a_wait_that_is_dropped_changes_a_result(schedule: str) -> None:
         (key, wait) for key in second for wait in dict.fromkeys(waits[key]) if not reaches(waits, ops, (key, wait))
     ]
     assert len(needed) >= 10
-    caught = []
-    for key, wait in needed:
-        fewer = [[w for w in found if (at, w) != (key, wait)] for at, found in enumerate(waits)]
-        caught.append(wrong(made, ops, fewer, range(60)))
+    caught = [wrong(made, ops, without(waits, pair), range(60)) for pair in needed]
     print(f"\n{schedule}: {sum(caught)} of {len(needed)} needed waits change a result when they are dropped")
     assert all(caught)
 

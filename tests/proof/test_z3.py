@@ -1,15 +1,20 @@
 """z3, which may choose any order that the waits permit, agrees with `verify`, and has teeth of its own.
 
-SCHEDULE_MUTANTS=all asks about 20,000 programs: `python -m tests.proof.compare_z3` prints what came out.
+SCHEDULE_MUTANTS=all asks about 20,000 programs and 4,000 pipelines: `python -m tests.proof.compare_z3` prints what came
+out.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
 
-from tests.proof.compare_z3 import compare, programs, report
+from tests.proof.changed import a_pipeline
+from tests.proof.compare_z3 import a_program, compare, different, report
+from tests.proof.overlapped import reaches, without
 from tests.proof.reference import SHARDED
 from tests.proof.smt import SmtProgram
 from tests.proof.z3_orders import bad_order, opinion, waits_of
@@ -19,11 +24,18 @@ from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, 
 
 @pytest.mark.nightly
 @pytest.mark.timeout(0 if EVERY else 120)
-def test_verify_and_z3_agree() -> None:
-    found = compare(20000 if EVERY else 12, programs(0))
+@pytest.mark.parametrize(
+    ("drawn", "number", "accepted", "wrong"),
+    [(a_program, 20000, 2000, 2000), (a_pipeline, 4000, 1000, 500)]
+    if EVERY
+    else [(a_program, 12, 3, 3), (a_pipeline, 16, 3, 1)],
+)
+def test_verify_and_z3_agree(drawn: Any, number: int, accepted: int, wrong: int) -> None:
+    """Of programs, and of pipelines, so many are accepted, and so many that are refused go wrong."""
+    found = compare(number, different(drawn, 0))
     print("\n" + report(found))
-    assert sum(number for (rule, _), number in found.said.items() if not rule) >= (2000 if EVERY else 3)
-    assert sum(number for (_, says), number in found.said.items() if says == "goes wrong") >= (2000 if EVERY else 3)
+    assert sum(number for (rule, _), number in found.said.items() if not rule) >= accepted
+    assert sum(number for (_, says), number in found.said.items() if says == "goes wrong") >= wrong
 
 
 def made(trace: str, schedule: str) -> Program:
@@ -39,23 +51,11 @@ def test_without_a_wait_z3_finds_the_order_that_goes_wrong() -> None:
         (at, wait)
         for at, found in enumerate(waits)
         for wait in found
-        if terms.events[at].step == 0 and not implied(terms, waits, at, wait)
+        if terms.events[at].step == 0 and not reaches(waits, terms.events, (at, wait))
     ]
     assert len(needed) >= 4
-    for at, wait in needed:
-        found = bad_order(terms, [[w for w in all_ if (k, w) != (at, wait)] for k, all_ in enumerate(waits)])
-        assert found is not None, (terms.events[at], terms.events[wait])
-
-
-def implied(terms: SmtProgram, waits: list[list[int]], later: int, earlier: int) -> bool:
-    """Whether `later` follows `earlier` also by other waits, and by the order of streams."""
-    reached = {earlier}
-    for at in range(earlier + 1, later + 1):
-        before = {wait for wait in waits[at] if (at, wait) != (later, earlier)}
-        before |= {k for k in range(at) if terms.events[k].stream == terms.events[at].stream}
-        if before & reached:
-            reached.add(at)
-    return later in reached
+    for pair in needed:
+        assert bad_order(terms, without(waits, pair)) is not None, [terms.events[at] for at in pair]
 
 
 def test_an_order_is_told_in_words() -> None:

@@ -18,7 +18,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.program.traces import cut, model
 from tests.steps.staged import test_exact_stages
-from yafsdp_fn.schedules import from_actions, staged, verify, zero3
+from yafsdp_fn.schedules import from_actions, hpz, staged, verify, zero3
 
 PAGE = doc("schedules")
 KINDS = ("layers", "dense", "moe")
@@ -124,5 +124,5 @@ def test_a_builder_that_does_not_fit_says_so_as_shown() -> None:
     state = ya.init(llama.params(config), ya.optim.identity(), mesh=ya.mesh(device="cpu"))
     batch = {name: torch.zeros(1, 8, dtype=torch.long) for name in ("tokens", "targets")}
     with pytest.raises(ValueError) as error:
-        ya.train_step(llama.loss(config), ya.optim.identity(), schedule=ya.schedules.hpz(2)).lower(state, batch)
+        ya.train_step(llama.loss(config), ya.optim.identity(), schedule=hpz(2)).lower(state, batch)
     assert f"ValueError: {error.value}".replace("shard=1", "shard=4") in PAGE

@@ -236,67 +236,33 @@ def test_colours_of_layers_differ_and_weights_are_lighter_than_gradients() -> No
 # ---- trace events
 
 
+EVENTS = """[
+    {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "by hand"}},
+    {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gather"}},
+    {"ph": "M", "pid": 0, "tid": 0, "name": "thread_sort_index", "args": {"sort_index": 0}},
+    {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "compute"}},
+    {"ph": "M", "pid": 0, "tid": 1, "name": "thread_sort_index", "args": {"sort_index": 1}},
+    {"ph": "X", "pid": 0, "tid": 0, "name": "gather embed -> slot 0", "cat": "gather", "ts": 0.0, "dur": 1e6,
+     "args": {"op": 0, "units": ["embed"], "slots": [0], "bytes": 40}},
+    {"ph": "X", "pid": 0, "tid": 0, "name": "gather a[0] -> slot 1", "cat": "gather", "ts": 2e6, "dur": 2e6,
+     "args": {"op": 1, "units": ["a[0]"], "slots": [1], "bytes": 48,
+              "cause": {"op": 2, "name": "forward embed in slot 0, keep graph"}}},
+    {"ph": "X", "pid": 0, "tid": 1, "name": "forward embed in slot 0, keep graph", "cat": "compute", "ts": 1e6,
+     "dur": 1e6, "args": {"op": 2, "units": ["embed"], "slots": [0], "microbatch": 0,
+                          "cause": {"op": 0, "name": "gather embed -> slot 0"}}},
+    {"ph": "s", "pid": 0, "tid": 1, "name": "lets begin", "cat": "cause", "ts": 1999999.875, "id": 8},
+    {"ph": "f", "pid": 0, "tid": 0, "name": "lets begin", "cat": "cause", "ts": 2e6, "id": 8, "bp": "e"},
+    {"ph": "s", "pid": 0, "tid": 0, "name": "lets begin", "cat": "cause", "ts": 999999.875, "id": 9},
+    {"ph": "f", "pid": 0, "tid": 1, "name": "lets begin", "cat": "cause", "ts": 1e6, "id": 9, "bp": "e"}
+]"""
+"""Of the first three ops of `by_hand`."""
+
+
 def test_trace_events_exactly(tmp_path: Path) -> None:
     timeline = by_hand()
-    timeline = timeline._replace(spans=timeline.spans[:2] + timeline.spans[2:3])
-    timeline.perfetto(tmp_path / "x.json")
+    timeline._replace(spans=timeline.spans[:3]).perfetto(tmp_path / "x.json")
     found = json.loads((tmp_path / "x.json").read_text())
-    unit = timeline.trace.units[0]
-    begins = {"pid": 0, "name": "lets begin", "cat": "cause"}
-    assert found["displayTimeUnit"] == "ms"
-    assert found["traceEvents"] == [
-        {"ph": "M", "pid": 0, "tid": 0, "name": "process_name", "args": {"name": "by hand"}},
-        {"ph": "M", "pid": 0, "tid": 0, "name": "thread_name", "args": {"name": "gather"}},
-        {"ph": "M", "pid": 0, "tid": 0, "name": "thread_sort_index", "args": {"sort_index": 0}},
-        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_name", "args": {"name": "compute"}},
-        {"ph": "M", "pid": 0, "tid": 1, "name": "thread_sort_index", "args": {"sort_index": 1}},
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": 0,
-            "name": "gather embed -> slot 0",
-            "cat": "gather",
-            "ts": 0.0,
-            "dur": 1e6,
-            "args": {"op": 0, "units": ["embed"], "slots": [0], "bytes": unit.gather_bytes},
-        },
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": 0,
-            "name": "gather a[0] -> slot 1",
-            "cat": "gather",
-            "ts": 2e6,
-            "dur": 2e6,
-            "args": {
-                "op": 1,
-                "units": ["a[0]"],
-                "slots": [1],
-                "bytes": timeline.trace.units[1].gather_bytes,
-                "cause": {"op": 2, "name": "forward embed in slot 0, keep graph"},
-            },
-        },
-        {
-            "ph": "X",
-            "pid": 0,
-            "tid": 1,
-            "name": "forward embed in slot 0, keep graph",
-            "cat": "compute",
-            "ts": 1e6,
-            "dur": 1e6,
-            "args": {
-                "op": 2,
-                "units": ["embed"],
-                "slots": [0],
-                "microbatch": 0,
-                "cause": {"op": 0, "name": "gather embed -> slot 0"},
-            },
-        },
-        {"ph": "s", "tid": 1, "ts": 2e6 - 0.125, **begins, "id": 8},
-        {"ph": "f", "bp": "e", "tid": 0, "ts": 2e6, **begins, "id": 8},
-        {"ph": "s", "tid": 0, "ts": 1e6 - 0.125, **begins, "id": 9},
-        {"ph": "f", "bp": "e", "tid": 1, "ts": 1e6, **begins, "id": 9},
-    ]
+    assert found["displayTimeUnit"] == "ms" and found["traceEvents"] == json.loads(EVENTS)
 
 
 @pytest.mark.parametrize("seconds", [1.0, 1 / 3, 1e-5 / 7])

@@ -17,7 +17,7 @@ from tests.harness.gpu import on_gpu
 from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, base_loss, base_params
-from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update
+from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Norm, Program, Reduce, Scoreboard, Update, remat
 from yafsdp_fn.timeline import Timeline, record
 
 Mesh = Any
@@ -25,7 +25,7 @@ s = ya.schedules
 
 SCHEDULES = {
     "zero3": s.zero3(),
-    "zero3 remat": s.zero3(prefetch=2, remat=ya.schedules.remat.all),
+    "zero3 remat": s.zero3(prefetch=2, remat=remat.all),
     "zero3 update": s.zero3(update=True),
     "zero2 update": s.zero2(update=True),
     "zero1": s.zero1(),
