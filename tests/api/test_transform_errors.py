@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.api.test_transform import A, C, f, states
+from tests.api.test_transform import A, C, f
 from tests.harness.small import (
     B,
     batch,
     loss,
     one_rank,
+    states,
 )
 
 TX = ya.optim.sgd(0.1)

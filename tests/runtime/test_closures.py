@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, assert_close, batch, block, embed, head, model, one_rank
+from tests.harness.small import Model, assert_close, batch, block, embed, model, one_rank, with_block
 from yafsdp_fn.runtime.graph_walks import TensorWatch
 
 TX = ya.optim.sgd(0.1)
@@ -22,18 +21,6 @@ OUTSIDE = (
 def params() -> Model:
     made: Model = ya.init(model(), TX, mesh=one_rank()).params
     return made
-
-
-def closing_over(scale: Tensor) -> Callable[[Model, Any], ya.Mean]:
-    """A loss whose layers use `scale` from outside."""
-
-    def closed(params: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, params.embed, b["tokens"])
-        x, _ = ya.scan(lambda c, w: (block(c, w)[0] * scale, None), x, params.layers)
-        mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
-        return mean
-
-    return closed
 
 
 def test_what_is_made_inside_may_require_grad() -> None:
@@ -56,8 +43,8 @@ def test_under_a_transform() -> None:
     sharded = params()
 
     def of_scale(scale: Tensor) -> Tensor:
-        mean = closing_over(scale)(sharded, batch())
-        return mean.total
+        closed = with_block(lambda c, w: (block(c, w)[0] * scale, None))
+        return closed(sharded, batch()).total
 
     with pytest.raises(RuntimeError, match=r"layers\[0\]: " + OUTSIDE):
         torch.func.grad(of_scale)(torch.ones(5))

@@ -9,14 +9,9 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import assert_equal, model, one_rank, param
+from tests.harness.small import assert_equal, model, one_rank, param, states
 
 TX = ya.optim.adamw(1e-2)
-
-
-def states(tree: Any) -> tuple[Any, Any]:
-    state = ya.init(tree, TX, mesh=one_rank(), seed=2)
-    return state.params, ya.unshard(state)
 
 
 def stacks() -> tuple[Any, Any]:
