@@ -82,26 +82,6 @@ def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bit
     assert_equal(*((state.params, state.opt_state) for state in (states[0], states[-1])))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_more_than_a_unit_is_refused_in_a_program(mesh: Any, name: str) -> None:
-    """The state trains on without updates in the program."""
-    tx = WHOLE[name]
-    state, expected = (ya.init(model(), tx, mesh=mesh) for _ in range(2))
-    step, without = (ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=inside)) for inside in (True, False))
-    said = "nothing"
-    for number in range(3):
-        expected, _ = without(expected, batch(number))
-        try:
-            state, _ = step(state, batch(number))
-        except ValueError as error:
-            said = str(error)
-            state, _ = without(state, batch(number))
-    assert_equal(state.params, expected.params)
-    assert "the program updates unit by unit, but" in said and "pass update=False to the schedule" in said
-    assert "norm" in said
-
-
 READS = ("inject_hyperparams", "one in another")
 """Those of which the host reads a number in each step: the ranges of rates."""
 

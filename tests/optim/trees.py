@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.harness.gpu import ON_GPU
 from yafsdp_fn import optim
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
-)
-DEVICES = ["cpu", CUDA]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 class Layer(NamedTuple):
