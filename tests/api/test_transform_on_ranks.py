@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import optree
@@ -11,9 +10,9 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare, plain
+from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import on_ranks
-from tests.harness.problems import TX, Batch, Params, base_loss, base_params, dropout_loss
+from tests.harness.problems import TX, Batch, Params, base_loss, base_params
 
 DOUBLE = ya.Precision(torch.float64)
 
@@ -87,27 +86,6 @@ def test_a_vector_mean_in_aux_is_the_mean_over_ranks(mesh: Any, parts: int) -> N
     step = ya.train_step(with_vector, TX, has_aux=True, microbatches=parts)
     got = step(state, batch_of(mesh.get_rank()))[1]["aux"]
     compare(got, expected, 1e-12, "aux")
-
-
-@on_ranks(2)
-def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
-    """Every rank's numbers are those of a plain state that takes that rank's place."""
-    rank, sgd = mesh.get_rank(), ya.optim.sgd(0.1)
-    batches, whole = [batch_of(r) for r in range(2)], optree.tree_map(Tensor.double, plain(base_params(3)))
-    state = ya.init(base_params(3), sgd, mesh=mesh, precision=DOUBLE)
-    step, alone = ya.train_step(dropout_loss, sgd), [ya.PlainState.create(whole, sgd, rank=r) for r in range(2)]
-    weights = torch.stack([(batch["targets"] >= 0).sum() for batch in batches]).double()
-    for number in range(2):  # recorded, then by the program
-        state, metrics = step(state, batches[rank])
-        moved, losses = zip(*(step(own, batch) for own, batch in zip(alone, batches, strict=True)), strict=True)
-        each = torch.stack([found["loss"] for found in losses])
-        compare(metrics["loss"], (each * weights).sum() / weights.sum(), 1e-12, "the loss")
-        shares = weights / weights.sum()
-        parts = [optree.tree_map(share.mul, own.params) for share, own in zip(shares, moved, strict=True)]
-        params = optree.tree_map(torch.add, *parts)
-        compare(state, params, 1e-12, f"step {number}")
-        alone = [dataclasses.replace(own, params=params) for own in moved]
-    assert each[0] != each[1]
 
 
 @on_ranks(1, 2)
