@@ -16,9 +16,10 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
-from tests.harness.oracle import compare, plain
+from tests.harness.oracle import compare
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import batch, batches, loss, model, param
+from tests.optim.trees import plain_state
 from yafsdp_fn import optim
 from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
@@ -121,7 +122,7 @@ PARAMS = {"layers": model, "pinned": pinned}
 def trained(mesh: Any, name: str, params: str = "layers") -> None:
     """After the program and in it, and by gradients, against the plain tree; the first two to the same bits."""
     tx, create = TXS[name], PARAMS[params]
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(create())), tx)
+    expected = plain_state(create(), tx)
     updates = [False, True] if name in IN_PROGRAMS else [False]
     states = [ya.init(create(), tx, mesh=mesh, precision=F64) for _ in updates]
     by_hand = ya.init(create(), tx, mesh=mesh, precision=F64)

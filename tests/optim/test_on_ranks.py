@@ -14,6 +14,7 @@ from tests.harness.marks import nightly
 from tests.harness.oracle import check_steps, compare, plain, whole
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import batch, batches, loss, model
+from tests.optim.trees import plain_state
 from yafsdp_fn import optim
 from yafsdp_fn.optim import scaling
 from yafsdp_fn.params.tree import named_leaves
@@ -54,7 +55,7 @@ def trained(mesh: Any, name: str, on_host: bool = False) -> None:
     plain_tx = TXS[name]
     tx = optim.on_host(plain_tx) if on_host else plain_tx
     state = ya.init(model(), tx, mesh=mesh, precision=F64)
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), plain_tx)
+    expected = plain_state(model(), plain_tx)
     step, oracle = ya.train_step(loss, tx), ya.train_step(loss, plain_tx)
     state, expected = check_steps((step, state), (oracle, expected), batches(mesh, STEPS), 1e-12)
     got, wanted = (dict(named_leaves(whole(tree))) for tree in (state.opt_state, expected.opt_state))

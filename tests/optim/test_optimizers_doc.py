@@ -6,14 +6,14 @@ import re
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import check_steps, plain
+from tests.harness.oracle import check_steps
 from tests.harness.pool import Pool
 from tests.harness.small import batches, loss, model
+from tests.optim.trees import plain_state
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
@@ -25,7 +25,7 @@ def trains(mesh: Any) -> None:
         exec(block, names)
         tx = names["tx"]
         state = ya.init(model(), tx, mesh=mesh, precision=ya.Precision(*[torch.float64] * 3))
-        expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), tx)
+        expected = plain_state(model(), tx)
         step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=True))
         check_steps((step, state), (ya.train_step(loss, tx), expected), batches(mesh, 3), 1e-9, block)
 

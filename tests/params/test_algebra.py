@@ -20,14 +20,6 @@ TREE: Any = {
 }
 
 
-def test_what_is_plain_beside_sharded_leaves_counts_once() -> None:
-    sharded, plain = states(TREE)
-    mixed = {"a": sharded["m"].head, "b": torch.full((2,), 3.0)}
-    want = torch.cat([*(x.flatten() for x in leaves(plain["m"].head)), torch.full((2,), 3.0)]).norm()
-    assert torch.isclose(ya.global_norm(mixed), want)
-    assert torch.isclose(ya.vdot(mixed, mixed), want.square())
-
-
 def test_precision() -> None:
     small = torch.full((4096,), 1e-2, dtype=torch.bfloat16)
     assert ya.global_norm({"a": small}).dtype == torch.float32
@@ -72,11 +64,6 @@ def test_normal_like_draws_another_value_for_every_layer_and_leaf() -> None:
     sharded, _ = states(TREE)
     whole = torch.cat([x.flatten() for x in leaves(ya.normal_like(0, sharded))])
     assert whole.unique().numel() == whole.numel()
-
-
-def test_normal_like_is_the_same_on_a_plain_tree_with_its_markers() -> None:
-    state, plain = ya.init(TREE, TX, mesh=one_rank()), ya.PlainState.create(TREE, TX)
-    assert_equal(ya.normal_like(5, state.params), ya.params.without_markers(ya.normal_like(5, plain.params)))
 
 
 def test_normal_like_of_moments_and_in_another_dtype() -> None:

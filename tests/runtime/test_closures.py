@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, assert_close, batch, block, embed, model, one_rank, with_block
+from tests.harness.small import Model, batch, block, model, one_rank, with_block
 from yafsdp_fn.runtime.graph_walks import TensorWatch
 
 TX = ya.optim.sgd(0.1)
@@ -21,22 +19,6 @@ OUTSIDE = (
 def params() -> Model:
     made: Model = ya.init(model(), TX, mesh=one_rank()).params
     return made
-
-
-def test_what_is_made_inside_may_require_grad() -> None:
-    def inner(c: Tensor, w: Any) -> tuple[Tensor, None]:
-        with torch.enable_grad():
-            probe = torch.ones(5, requires_grad=True)
-            (slope,) = torch.autograd.grad((probe * 2).sum(), probe)
-        return block(c, w)[0] * slope, None
-
-    def own(p: Model, b: Any) -> Tensor:
-        x = ya.apply(embed, p.embed, b["tokens"])
-        return ya.scan(inner, x, p.layers)[0].sum()
-
-    both, sharded = ya.value_and_grad(own), params()
-    for _ in range(2):
-        assert_close(both(sharded, batch()), both(ya.unshard(sharded), batch()), rtol=1e-5)
 
 
 def test_under_a_transform() -> None:

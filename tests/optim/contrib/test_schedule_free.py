@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import check_steps, compare, plain
+from tests.harness.oracle import check_steps, compare
 from tests.harness.pool import on_ranks
 from tests.harness.small import Model, batches, loss, model
-from tests.optim.trees import assert_close, defined_step
+from tests.optim.trees import assert_close, defined_step, plain_state
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
 
@@ -58,7 +58,7 @@ def with_frozen() -> Model:
 def test_the_average_of_a_sharded_state_is_evaluated(mesh: Any) -> None:
     tx = optim.contrib.schedule_free_adamw(0.05, 2)
     state = ya.init(with_frozen(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(with_frozen())), tx)
+    expected = plain_state(with_frozen(), tx)
     step = ya.train_step(loss, tx)
     each = list(batches(mesh, 4))
     state, expected = check_steps((step, state), (step, expected), each, 1e-12)
