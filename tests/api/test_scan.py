@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness import small
 from tests.harness.small import E, L, Model, assert_close, assert_equal, block, model, one_rank, param
 from yafsdp_fn.params.sharded import trainable
 
@@ -47,23 +48,40 @@ def body(carry: Carry, x: Any, scale: Any = None) -> tuple[Carry, Any]:
 
 def inputs(length: int = 4) -> Any:
     generator = torch.Generator().manual_seed(length)
-    return {"w": torch.randn(length, 3, 3, generator=generator), "more": (torch.randn(length, 3, generator=generator),)}
+    w, more = (torch.randn(length, *shape, generator=generator, requires_grad=True) for shape in ((3, 3), (3,)))
+    return {"w": w, "more": (more,)}
+
+
+ORDERS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
+
+
+def check_scan(xs: Any, taken: Any, count: int, reverse: bool, unroll: int, consts: Any = (), **options: Any) -> None:
+    """A scan of `xs` is the loop over `taken`, of so many layers: its values, structure and gradients."""
+    got = ya.scan(body, start(), xs, reverse=reverse, unroll=unroll, consts=consts, **options)
+    want = reference(body, start(), taken, count, reverse, consts)
+    assert optree.tree_structure(got) == optree.tree_structure(want)
+    assert type(got[0]) is Carry and got[1]["skip"] is None and got[1]["mean"].shape == (count,)
+    assert_equal(got, want)
+    wanted = [*optree.tree_leaves(xs), *optree.tree_leaves(consts)]
+    grads = [torch.autograd.grad(out[0].x.sum() + out[1]["h"][0].square().sum(), wanted) for out in (got, want)]
+    assert_close(grads[0], grads[1])
 
 
 @settings(max_examples=40)
 @given(st.integers(1, 5), st.booleans(), st.integers(1, 7), st.booleans(), st.booleans())
 def test_scan_is_the_loop(length: int, reverse: bool, unroll: int, with_consts: bool, say_length: bool) -> None:
-    xs = optree.tree_map(lambda x: x.requires_grad_(), inputs(length))
+    xs = inputs(length)
     consts: Any = {"s": torch.tensor(1.5, requires_grad=True)} if with_consts else ()
     options: Any = {"length": length} if say_length else {}
-    got = ya.scan(body, start(), xs, reverse=reverse, unroll=unroll, consts=consts, **options)
-    want = reference(body, start(), xs, length, reverse, consts)
-    assert optree.tree_structure(got) == optree.tree_structure(want)
-    assert type(got[0]) is Carry and got[1]["skip"] is None and got[1]["mean"].shape == (length,)
-    assert_equal(got, want)
-    wanted = [*optree.tree_leaves(xs), *optree.tree_leaves(consts)]
-    grads = [torch.autograd.grad(out[0].x.sum() + out[1]["h"][0].square().sum(), wanted) for out in (got, want)]
-    assert_close(grads[0], grads[1])
+    check_scan(xs, xs, length, reverse, unroll, consts, **options)
+
+
+@settings(max_examples=25)
+@given(ORDERS, st.booleans(), st.integers(1, 3))
+def test_an_order_is_the_loop_over_the_layers_that_it_names(order: list[int], reverse: bool, unroll: int) -> None:
+    xs = inputs()
+    taken = optree.tree_map(lambda x: x[order], xs)
+    check_scan(xs, taken, len(order), reverse, unroll, order=iter(order))
 
 
 def test_length_alone() -> None:
@@ -89,33 +107,13 @@ def test_numbers_as_ys_are_stacked() -> None:
     assert ys["n"].tolist() == [3, 3] and ys["b"].dtype == torch.bool
 
 
-ORDERS = st.lists(st.integers(0, 3), min_size=1, max_size=6)
-
-
-@settings(max_examples=25)
-@given(ORDERS, st.booleans(), st.integers(1, 3))
-def test_an_order_is_the_loop_over_the_layers_that_it_names(order: list[int], reverse: bool, unroll: int) -> None:
-    xs = optree.tree_map(lambda x: x.requires_grad_(), inputs())
-    taken = optree.tree_map(lambda x: x[order], xs)
-    got = ya.scan(body, start(), xs, reverse=reverse, unroll=unroll, order=iter(order))
-    want = reference(body, start(), taken, len(order), reverse, ())
-    assert_equal(got, want)
-    grads = [torch.autograd.grad(out[0].x.sum() + out[1]["mean"].sum(), optree.tree_leaves(xs)) for out in (got, want)]
-    assert_close(grads[0], grads[1])
-
-
 # ---- one rank, sharded: the same bits
 
 
 def states(tree: Any = None) -> tuple[Any, Any]:
-    """The same parameters, sharded and plain."""
-    tree = tree if tree is not None else {"s": ya.Stacked(inputs_params())}
-    state = ya.init(tree, TX, mesh=one_rank(), seed=1)
-    return state.params, ya.unshard(state)
-
-
-def inputs_params() -> Any:
-    return {"w": param(4, 3, 3), "more": (param(4, 3),)}
+    """The same parameters, sharded and plain; those that `inputs` are like, if no tree is given."""
+    like_inputs = {"s": ya.Stacked({"w": param(4, 3, 3), "more": (param(4, 3),)})}
+    return small.states(like_inputs if tree is None else tree, seed=1)
 
 
 @settings(max_examples=25)

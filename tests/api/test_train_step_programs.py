@@ -12,24 +12,9 @@ from tests.api.test_train_step import TX, states
 from tests.harness.small import (
     batch,
     loss,
-    model,
     one_rank,
     param,
 )
-
-
-def test_a_program_of_something_else_is_refused() -> None:
-    state, _ = states()
-    program = ya.train_step(loss, TX).lower(state, batch())
-    with pytest.raises(ValueError, match=r"the program does not fit: microbatches: it has 1, here it is 2; lower it"):
-        ya.train_step(loss, TX, schedule=program, microbatches=2)(state, batch())
-    other = ya.init(model(4), TX, mesh=one_rank())
-    with pytest.raises(ValueError, match=r"the program does not fit: it is of other units: .*layers\[3\]"):
-        ya.train_step(loss, TX, schedule=program)(other, batch())
-    broken = program.with_ops(program.ops[1:])
-    with pytest.raises(ya.errors.Refused, match="rule 'weights'"):
-        ya.train_step(loss, TX, schedule=broken)(state, batch())
-    ya.train_step(loss, TX)(state, batch())  # the state is as good as before
 
 
 @pytest.mark.parametrize(

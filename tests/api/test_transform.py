@@ -20,14 +20,10 @@ from tests.harness.small import (
     model,
     one_rank,
     param,
+    states,
 )
 
 TX = ya.optim.sgd(0.1)
-
-
-def states(tree: Any = None, **options: Any) -> tuple[Any, Any]:
-    state = ya.init(tree if tree is not None else model(), TX, mesh=one_rank(), **options)
-    return state.params, ya.unshard(state)
 
 
 # ---- plain: against torch itself

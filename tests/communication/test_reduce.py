@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.harness import gpu
 from tests.harness.groups import exchanging
 from tests.harness.meshes import MESHES, made
 from tests.harness.pool import Pool, on_ranks
@@ -116,16 +117,15 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
     assert shard.tolist() == [3 + 2.0**-40] * 3
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu.on_gpu
 @pytest.mark.parametrize("out", [BF16, F32, F64])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool) -> None:
     rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, dtype=out, seed=1)
-    got, gpu = shard.cuda(), torch.device("cuda")
+    got = shard.cuda()
     assert vector_kernels(got) is not None, "no triton"
-    for of, added, scratch in ((got, rows.cuda(), Scratch(gpu)), (shard, rows, Scratch(CPU))):
+    for of, added, scratch in ((got, rows.cuda(), Scratch(got.device)), (shard, rows, Scratch(CPU))):
         if ordered:
             add_rows(of, added, scratch, add=add)
         else:
@@ -133,8 +133,7 @@ def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool)
     assert torch.equal(got.cpu(), shard)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@gpu.on_gpu
 @pytest.mark.parametrize("add", [False, True])
 def test_a_gpu_without_triton_sums_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
     monkeypatch.setattr(on_gpu, "HAS_TRITON", False)

@@ -117,32 +117,26 @@ def test_a_step_with_wide_sums(microbatches: int) -> None:
     assert few == many and few.count("sum_rows") == microbatches * (CONFIG.layers + 2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    ("precision", "own"),
+    [*((name, False) for name in PRECISIONS), nightly("wide sums", True), ("wide products", True)],
+)
 @in_child_process
-def test_buffers_are_as_planned(precision: str) -> None:
-    """No sum and no product takes scratch on a GPU."""
+def test_buffers_are_as_planned(precision: str, own: bool) -> None:
+    """No sum and no product takes scratch on a GPU; with gains in float32, too, at any number of ranks."""
     tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
+    params = own_gains(llama.params(CONFIG)) if own else llama.params(CONFIG)
     how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": 2, "tx": tx}
-    program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), given, **how))
+    program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), params, given, **how))
     planned = predict_memory(program, device="cuda").itemised()
-    _, real = step({"shard": 2}, precision, 2)
+    few, real = step({"shard": 2}, precision, 2, own)
     assert {name: planned[name] for name in real} == real and real["scratch"] == 0
+    if own:
+        assert few == step({"shard": 8}, precision, 2, own)[0]
+        return
     on_cpu = predict_memory(program, device="cpu")
     assert (on_cpu.scratch > 0) == (precision == "wide products")
     assert (on_cpu.receive > planned["receive"]) == (real["receive"] > 0)
-
-
-@pytest.mark.parametrize("precision", [nightly("wide sums"), "wide products"])
-@in_child_process
-def test_buffers_are_as_planned_with_gains_in_float32(precision: str) -> None:
-    """And what is launched does not depend on the number of ranks."""
-    tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
-    how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": 2, "tx": tx}
-    program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), own_gains(llama.params(CONFIG)), given, **how))
-    planned = predict_memory(program, device="cuda").itemised()
-    few, real = step({"shard": 2}, precision, 2, True)
-    assert {name: planned[name] for name in real} == real and real["scratch"] == 0
-    assert few == step({"shard": 8}, precision, 2, True)[0]
 
 
 # ---- products and the early gradient

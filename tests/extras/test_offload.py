@@ -35,6 +35,7 @@ from tests.harness.problems import (
     head,
     layer,
     param,
+    with_ends,
 )
 from tests.steps.test_delays import delayed
 from tests.steps.test_layer_major import layer_major
@@ -48,13 +49,7 @@ ROWS = 3
 def scanned(body: Callable[..., Any], begin: Callable[[Tensor], Any], end: Callable[[Any], Tensor]) -> Any:
     """`base_loss` with another carry: `begin(x)`, of which `end` gives x back."""
 
-    def loss(params: Params, batch: Batch) -> ya.Mean:
-        carry = begin(ya.apply(embed, params.embed, batch["tokens"]))
-        carry, _ = ya.scan(body, carry, params.layers)
-        mean: ya.Mean = ya.apply(head, params.head, end(carry), batch["targets"])
-        return mean
-
-    return loss
+    return with_ends(lambda params, x: end(ya.scan(body, begin(x), params.layers)[0]))
 
 
 def several(carry: tuple[Tensor, Tensor, Tensor], w: Layer) -> tuple[tuple[Tensor, Tensor, Tensor], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import optree
@@ -81,9 +81,23 @@ def with_block(block: Callable[..., Any], **scan: Any) -> Loss:
 loss = with_block(block)
 
 
+def states(tree: Any = None, seed: int = 0) -> tuple[Any, Any]:
+    """The same parameters, sharded and plain; those of the model, if no tree is given."""
+    state = ya.init(model() if tree is None else tree, ya.optim.adamw(1e-2), mesh=one_rank(), seed=seed)
+    return state.params, ya.unshard(state)
+
+
 def batch(seed: int = 0, rows: int = B) -> dict[str, Tensor]:
     tokens = torch.randint(0, V, (rows, S), generator=torch.Generator().manual_seed(seed))
     return {"tokens": tokens, "targets": tokens.roll(1, 1)}
+
+
+def batches(mesh: Any, steps: int) -> Iterator[tuple[Any, Any]]:
+    """The batch of this rank, and that of all ranks as one, for each of some steps."""
+    rank, ranks = mesh.get_rank(), mesh.size()
+    for number in range(steps):
+        each = [batch(ranks * number + r) for r in range(ranks)]
+        yield each[rank], {key: torch.cat([own[key] for own in each]) for key in each[0]}
 
 
 def leaves(tree: Any) -> list[Tensor]:

@@ -173,6 +173,22 @@ def squares(model: Any) -> Callable[[Any, Tensor], Tensor]:
     return lambda params, tokens: model(params, tokens).square().mean()
 
 
+def check_gradients(module: nn.Module, x: Tensor, mesh: Any = None, **options: Any) -> tuple[dict[str, Any], Any, Any]:
+    """Value and gradients of the sharded module, in two calls, are those of the module; returns params, function and
+    state. options: of `ya.value_and_grad`"""
+    params, model = ya.functionalize(module, "layers")
+    value = module(x).square().mean()
+    value.backward()
+    expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad.to_dense())
+    mesh = one_rank() if mesh is None else mesh
+    state, gradients = ya.shard(params, None, mesh=mesh), ya.value_and_grad(squares(model), **options)
+    for _ in range(2):
+        got, grads = gradients(state.params, ya.shard_batch(x, mesh))
+        compare(got, value.detach(), 0 if mesh.size() == 1 else 1e-6, "value")
+        compare(ya.unshard(grads), expected, 1e-6 if mesh.size() == 1 else 1e-5, "gradients")
+    return params, model, state
+
+
 def test_units_leaves_and_what_is_frozen() -> None:
     module = made(ties=True)
     params, model = ya.functionalize(module, "layers")
@@ -196,17 +212,8 @@ def test_units_leaves_and_what_is_frozen() -> None:
     ids=["none", "all", "offload"],
 )
 def test_gradients_are_those_of_the_module(remat: Any) -> None:
-    module, tokens = made(ties=True), tokens_of(0)
-    params, model = ya.functionalize(module, "layers")
-    value = module(tokens).square().mean()
-    value.backward()
-    state = on_one_rank(params)
-    gradients = ya.value_and_grad(squares(model), schedule=ya.schedules.zero3(remat=remat))
-    expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-    for _ in range(2):
-        got, grads = gradients(state.params, tokens)
-        compare(got, value.detach(), 0, "value")
-        compare(grads, expected, 1e-6, "gradients")
+    tokens, schedule = tokens_of(0), ya.schedules.zero3(remat=remat)
+    params, model, state = check_gradients(made(ties=True), tokens, schedule=schedule)
     composed, plain = torch.func.grad(squares(model)), ya.materialize(params)
     compare(composed(state.params, tokens), composed(plain, tokens), 1e-6, "torch.func.grad")
 
@@ -231,35 +238,20 @@ class Rows(nn.Module):
 def test_modules_that_write_in_place_sparse_gradients_and_hooks_of_all_modules(mesh: Any, hooks: bool) -> None:
     """In-place after a linear layer raised, as sparse gradients did; hooks of all modules ran twice in silence."""
     torch.manual_seed(0)
-    module, tokens = Rows(), torch.arange(6 * mesh.size()).view(-1, 3) % 7
-    params, model = ya.functionalize(module, "layers")
-    state = ya.shard(params, None, mesh=mesh)
     double = nn.modules.module.register_module_forward_hook(
         lambda part, args, out: out * 2 if hooks and isinstance(part, nn.Linear | nn.Sequential) else None
     )
     try:
-        value = module(tokens).square().mean()
-        value.backward()
-        batch = ya.shard_batch(tokens, mesh)
-        got, grads = ya.value_and_grad(squares(model))(state.params, batch)
+        check_gradients(Rows(), torch.arange(6 * mesh.size()).view(-1, 3) % 7, mesh)
     finally:
         double.remove()
-    expected = tree_of(module, params, "layers", lambda p: p.grad.to_dense())
-    compare(got, value.detach(), 1e-6, "value")
-    compare(ya.unshard(grads), expected, 1e-5, "gradients")
 
 
 def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
-    module, tokens = made(), tokens_of(0)
+    module = made()
     module.layers.append(module.layers[1])
-    params, model = ya.functionalize(module, "layers")
+    params, _, _ = check_gradients(module, tokens_of(0))
     assert params["layers"].tree["up.weight"].shape[0] == 3
-    module(tokens).square().mean().backward()
-    expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad)
-    state, gradients = on_one_rank(params), ya.value_and_grad(squares(model))
-    for _ in range(2):
-        _, grads = gradients(state.params, tokens)
-        compare(grads, expected, 1e-6, "gradients")
 
 
 @on_ranks(1, 2)
@@ -377,12 +369,7 @@ class Tail(nn.Linear):
 def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_knows() -> None:
     torch.manual_seed(0)
     module, x = Recurrent(), torch.randn(2, 5, 8)
-    params, model = ya.functionalize(module, "layers")
-    module(x).square().mean().backward()
-    expected = tree_of(module, params, "layers", lambda p: p.grad)
-    state, gradients = on_one_rank(params), ya.value_and_grad(squares(model))
-    for _ in range(2):
-        compare(gradients(state.params, x)[1], expected, 1e-6, "gradients")
+    params, model, _ = check_gradients(module, x)
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
 
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare, joined, plain
+from tests.harness.oracle import compare
 from tests.harness.pool import on_ranks
-from tests.harness.small import assert_equal, batch, loss, model, one_rank
+from tests.harness.small import assert_equal, batch, batches, loss, model, one_rank
 from tests.harness.watching import Watch
 from tests.optim.test_step import ALL
-from tests.optim.trees import bits, matrices
+from tests.optim.trees import bits, matrices, plain_state
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
 from yafsdp_fn.program.ops import Update
@@ -49,28 +49,24 @@ WHOLE: dict[str, Any] = {
 def damaged(params: Any, batch: Any) -> ya.Mean:
     """The loss, infinite where the batch says so."""
     total, weight = loss(params, batch)
-    return ya.Mean(total * batch["factor"].mean(), weight)
-
-
-def given(seed: int, step: int) -> Any:
-    return batch(seed) | {"factor": torch.full((4,), float("inf") if step == 2 else 1.0, dtype=torch.float64)}
+    return ya.Mean(total * batch["factor"], weight)
 
 
 @on_ranks(2)
 @pytest.mark.parametrize("name", TXS | WHOLE)
 def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bits(mesh: Any, name: str) -> None:
     """Five steps, of which the third is skipped: after the program, and inside of it where that can be."""
-    rank, ranks, tx = mesh.get_local_rank(), mesh.size(), (TXS | WHOLE)[name]
+    tx = (TXS | WHOLE)[name]
     ways = [False, True] if name in TXS else [False]
     states = [ya.init(model(), tx, mesh=mesh, precision=F64) for _ in ways]
     steps = [ya.train_step(damaged, tx, schedule=ya.schedules.zero3(update=inside)) for inside in ways]
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), tx)
+    expected = plain_state(model(), tx)
     oracle = ya.train_step(damaged, tx)
-    for number in range(STEPS):
-        each = [given(ranks * number + r, number) for r in range(ranks)]
-        expected, _ = oracle(expected, joined(each))
+    for number, (mine, everything) in enumerate(batches(mesh, STEPS)):
+        factor = {"factor": torch.tensor(float("inf") if number == 2 else 1.0)}
+        expected, _ = oracle(expected, everything | factor)
         for way, step in enumerate(steps):
-            states[way], metrics = step(states[way], each[rank])
+            states[way], metrics = step(states[way], mine | factor)
             assert float(metrics["skipped"]) == (number == 2)
     for inside, step, state in zip(ways, steps, states, strict=True):
         program = step.program(state)
@@ -80,26 +76,6 @@ def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bit
     compare(ya.unshard(states[0]), expected.params, loose, "parameters")
     compare(ya.unshard(states[0].opt_state), expected.opt_state, 4 * loose, "the optimizer's state")
     assert_equal(*((state.params, state.opt_state) for state in (states[0], states[-1])))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", WHOLE)
-def test_what_needs_more_than_a_unit_is_refused_in_a_program(mesh: Any, name: str) -> None:
-    """The state trains on without updates in the program."""
-    tx = WHOLE[name]
-    state, expected = (ya.init(model(), tx, mesh=mesh) for _ in range(2))
-    step, without = (ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=inside)) for inside in (True, False))
-    said = "nothing"
-    for number in range(3):
-        expected, _ = without(expected, batch(number))
-        try:
-            state, _ = step(state, batch(number))
-        except ValueError as error:
-            said = str(error)
-            state, _ = without(state, batch(number))
-    assert_equal(state.params, expected.params)
-    assert "the program updates unit by unit, but" in said and "pass update=False to the schedule" in said
-    assert "norm" in said
 
 
 READS = ("inject_hyperparams", "one in another")

@@ -16,9 +16,10 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
-from tests.harness.oracle import compare, joined, plain
+from tests.harness.oracle import compare
 from tests.harness.pool import Pool, on_ranks
-from tests.harness.small import batch, loss, model, param
+from tests.harness.small import batch, batches, loss, model, param
+from tests.optim.trees import plain_state
 from yafsdp_fn import optim
 from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree import named_leaves
@@ -118,21 +119,19 @@ def pinned() -> Any:
 PARAMS = {"layers": model, "pinned": pinned}
 
 
-def trained(mesh: Any, name: str, params: str = "layers", steps: int = STEPS) -> None:
+def trained(mesh: Any, name: str, params: str = "layers") -> None:
     """After the program and in it, and by gradients, against the plain tree; the first two to the same bits."""
-    rank, ranks, tx = mesh.get_rank(), mesh.size(), TXS[name]
-    create = PARAMS[params]
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(create())), tx)
+    tx, create = TXS[name], PARAMS[params]
+    expected = plain_state(create(), tx)
     updates = [False, True] if name in IN_PROGRAMS else [False]
     states = [ya.init(create(), tx, mesh=mesh, precision=F64) for _ in updates]
     by_hand = ya.init(create(), tx, mesh=mesh, precision=F64)
     verbs = [ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=update)) for update in updates]
     oracle, gradient = ya.train_step(loss, tx), ya.grad(loss)
-    for number in range(steps):
-        each = [batch(ranks * number + r) for r in range(ranks)]
-        states = [step(state, each[rank])[0] for step, state in zip(verbs, states, strict=True)]
-        by_hand = by_hand.apply_gradients(gradient(by_hand.params, each[rank]), tx)
-        expected, _ = oracle(expected, joined(each))
+    for mine, everything in batches(mesh, STEPS):
+        states = [step(state, mine)[0] for step, state in zip(verbs, states, strict=True)]
+        by_hand = by_hand.apply_gradients(gradient(by_hand.params, mine), tx)
+        expected, _ = oracle(expected, everything)
     for what, state in zip(("after", "in the program", "by hand"), (*states, by_hand), strict=False):
         compare(ya.unshard(state.params), expected.params, 1e-10, f"{name}, {what}: parameters")
         got, wanted = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import optree
 import pytest
 import torch
 
@@ -12,39 +11,31 @@ import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
 from tests.harness.small import model, param
 from yafsdp_fn import optim
+from yafsdp_fn.params.tree import named_leaves
 
 STEPS, LR, DECAY = 20, 0.02, 0.1
-MATRICES = ("up", "down")
+MATRICES = ("layers.up", "layers.down")
 
 
-def torchs(whole: Any) -> Any:
-    """The parameters after as many steps of torch.optim.Muon, layer by layer, beside torch's AdamW."""
-    own = optree.tree_map(lambda leaf: leaf.clone(), whole)
-    layers = [torch.nn.Parameter(row) for name in MATRICES for row in own.layers[name].unbind()]
-    rest = [own.embed["weight"], own.layers["bias"], *own.head.values()]
-    rest = [torch.nn.Parameter(leaf) for leaf in rest]
-    muon = torch.optim.Muon(layers, lr=LR, weight_decay=DECAY)
-    adamw = torch.optim.AdamW(rest, lr=0.01, weight_decay=DECAY)
+def torchs(whole: Any) -> dict[str, torch.Tensor]:
+    """The parameters by name after as many steps of torch.optim.Muon, layer by layer, beside torch's AdamW."""
+
+    def rows(path: str, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return leaf.unbind() if path in MATRICES else (leaf,)
+
+    own = {path: [torch.nn.Parameter(row.clone()) for row in rows(path, leaf)] for path, leaf in named_leaves(whole)}
+    chosen = [row for path in MATRICES for row in own[path]]
+    muon = torch.optim.Muon(chosen, lr=LR, weight_decay=DECAY)
+    others = [row for path in own.keys() - set(MATRICES) for row in own[path]]
+    adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=DECAY)
+    like = whole._replace(layers=ya.Stacked(whole.layers))  # `normal_like` draws layer by layer
     for step in range(STEPS):
-        grads = ya.params.without_markers(ya.normal_like(step, model_like(whole)))
-        of_layers = [row for name in MATRICES for row in grads.layers[name].unbind()]
-        of_rest = [grads.embed["weight"], grads.layers["bias"], *grads.head.values()]
-        for own_leaf, grad in zip([*layers, *rest], [*of_layers, *of_rest], strict=True):
-            own_leaf.grad = grad
+        for path, grad in named_leaves(ya.normal_like(step, like)):
+            for mine, row in zip(own[path], rows(path, grad), strict=True):
+                mine.grad = row
         muon.step()
         adamw.step()
-    count = len(layers) // len(MATRICES)
-    for at, name in enumerate(MATRICES):
-        own.layers[name] = torch.stack([row.detach() for row in layers[at * count : (at + 1) * count]])
-    out = [leaf.detach() for leaf in rest]
-    return own._replace(
-        embed={"weight": out[0]}, layers=own.layers | {"bias": out[1]}, head=dict(zip(own.head, out[2:], strict=True))
-    )
-
-
-def model_like(whole: Any) -> Any:
-    """`whole` with the markers of its model, so that `normal_like` draws layer by layer."""
-    return whole._replace(layers=ya.Stacked(whole.layers))
+    return {path: torch.stack([row.detach() for row in of]) for path, of in own.items()}
 
 
 @on_ranks(1, 2, 3, 4)
@@ -54,8 +45,8 @@ def test_is_torchs(mesh: Any) -> None:
     expected = torchs(ya.unshard(state.params))
     for step in range(STEPS):
         state = state.apply_gradients(ya.normal_like(step, state.params), tx)
-    for got, wanted in zip(optree.tree_leaves(ya.unshard(state)), optree.tree_leaves(expected), strict=True):
-        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+    for path, got in named_leaves(ya.unshard(state.params)):
+        torch.testing.assert_close(got, expected[path].view(got.shape), rtol=0, atol=1e-5)
 
 
 # ---- by heads: blocks of a leaf

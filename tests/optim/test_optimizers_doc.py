@@ -6,32 +6,28 @@ import re
 from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare, joined, plain
+from tests.harness.oracle import check_steps
 from tests.harness.pool import Pool
-from tests.harness.small import batch, loss, model
+from tests.harness.small import batches, loss, model
+from tests.optim.trees import plain_state
 
 PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 def trains(mesh: Any) -> None:
-    rank, ranks, names = mesh.get_rank(), mesh.size(), dict[str, Any]()
+    names = dict[str, Any]()
     for block in BLOCKS:
         exec(block, names)
         tx = names["tx"]
         state = ya.init(model(), tx, mesh=mesh, precision=ya.Precision(*[torch.float64] * 3))
-        expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), tx)
+        expected = plain_state(model(), tx)
         step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=True))
-        for number in range(3):
-            each = [batch(ranks * number + r) for r in range(ranks)]
-            state, _ = step(state, each[rank])
-            expected, _ = ya.train_step(loss, tx)(expected, joined(each))
-        compare(ya.unshard(state.params), expected.params, 1e-9, block)
+        check_steps((step, state), (ya.train_step(loss, tx), expected), batches(mesh, 3), 1e-9, block)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,6 +1,6 @@
-"""The transformations against torch.optim, and against Optax.
+"""The transformations against Optax.
 
-Optax's numbers are in optax_0_2_8.json, which make_optax_numbers.py has made: no test needs Optax.
+Its numbers are in optax_0_2_8.json, which make_optax_numbers.py has made: no test needs Optax.
 """
 
 from __future__ import annotations
@@ -17,65 +17,13 @@ import torch
 
 from tests.optim.make_optax_numbers import CASES as OPTAX
 from tests.optim.make_optax_numbers import FILE, SHOWN, Case, digest, gradients, named, run, tree
-from tests.optim.trees import assert_close, clone, defined_step, model
+from tests.optim.trees import clone, defined_step
 from yafsdp_fn import optim
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
-STEPS = 7
 NUMBERS: dict[str, Any] = json.loads(FILE.read_text())
 ELSEWHERE = {name for name in OPTAX if name.startswith("muon")}
 """Optax's Muon takes weights as [in, out] and others by a NAdam, so that it is put together of other parts here."""
-
-
-@pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
-@pytest.mark.parametrize(
-    ("tx", "theirs"),
-    [
-        (optim.adamw(0.1, weight_decay=0.2), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2)),
-        (optim.adamw(0.1, 0.8, 0.9, 1e-3, 0.2), lambda p: torch.optim.AdamW(p, 0.1, (0.8, 0.9), 1e-3, 0.2)),
-        (optim.adam(0.1), lambda p: torch.optim.Adam(p, lr=0.1)),
-        (
-            optim.chain(optim.add_decayed_weights(0.2), optim.adam(0.1)),
-            lambda p: torch.optim.Adam(p, 0.1, weight_decay=0.2),
-        ),
-        (optim.sgd(0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-        (optim.sgd(0.1, 0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-        (optim.sgd(0.1, 0.9, nesterov=True), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True)),
-        (
-            optim.chain(optim.add_decayed_weights(0.2), optim.sgd(0.1, 0.9)),
-            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.2),
-        ),
-    ],
-    ids=["adamw", "adamw_hyper", "adam", "adam_l2", "sgd", "momentum", "nesterov", "sgd_l2"],
-)
-def test_equals_torch_optim(tx: optim.GradientTransformation, theirs: Any, in_place: bool) -> None:
-    params = model(0)
-    reference = [leaf.clone().requires_grad_() for leaf in optree.tree_leaves(params)]
-    optimizer = theirs(reference)
-    state = tx.init(params)
-    for step in range(STEPS):
-        grads = model(step + 1)
-        for leaf, grad in zip(reference, optree.tree_leaves(grads), strict=True):
-            leaf.grad = grad.clone()
-        optimizer.step()
-        if in_place:
-            state = optim.step_(tx, params, grads, state)
-        else:
-            params, state = defined_step(tx, params, grads, state)
-    assert_close(optree.tree_leaves(params), [leaf.detach() for leaf in reference], 1e-5)
-
-
-def test_equals_clip_grad_norm() -> None:
-    grads = model(1, torch.float64)
-    reference = [torch.zeros_like(leaf).requires_grad_() for leaf in optree.tree_leaves(grads)]
-    for leaf, grad in zip(reference, optree.tree_leaves(clone(grads)), strict=True):
-        leaf.grad = grad
-    torch.nn.utils.clip_grad_norm_(reference, 0.5)
-    clipped, _ = optim.clip_by_global_norm(0.5).update(grads, optim.EmptyState())
-    assert_close(optree.tree_leaves(clipped), [leaf.grad for leaf in reference], 1e-6)
-
-
-# ---- Optax
 
 
 ALL = SimpleNamespace(**{name: getattr(of, name) for of in (optim, optim.contrib) for name in of.__all__})

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness.gpu import on_gpu
 from tests.harness.watching import Watch
 from tests.optim.trees import DEVICES, Model, assert_close, bits, clone, defined_step, flat, matrices, model
 from yafsdp_fn import optim
@@ -92,17 +93,7 @@ def test_equals_the_definition_over_steps_with_a_skip(
     assert bits(params) != bits(model(0, dtype, device))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_scale_found_inf_and_norm_may_be_left_out(name: str) -> None:
-    tx = clipped(ALL[name]())
-    params, grads = model(0), model(1)
-    expected, expected_state = defined_step(tx, clone(params), grads, tx.init(params))
-    state = optim.step_(tx, params, clone(grads), tx.init(params))
-    assert_close((params, state), (expected, expected_state), 2e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@on_gpu
 def test_cuda_never_waits_for_the_device() -> None:
     for name, make in ALL.items():
         if "mask" in name or name == "two_rates":  # the mask of a plain tree is read

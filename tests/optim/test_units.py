@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +19,14 @@ from tests.optim.test_step import ALL, FUSED, RAMP, clipped, foreign_sign
 from tests.optim.trees import DEVICES, bits, clone
 from yafsdp_fn import optim
 from yafsdp_fn.communication.ranks import Ranks
+from yafsdp_fn.optim.cutting import row_runs
 from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.markers import Pinned, Stacked, Unit, frozen
-from yafsdp_fn.params.sharded import Origin, placed, trainable
+from yafsdp_fn.params.sharded import Origin, handles, placed, trainable
 from yafsdp_fn.params.tree import Param
 from yafsdp_fn.params.tree_layout import tree_layout
+from yafsdp_fn.util.mesh_axes import round_up
 
 SHAPES = {
     "layers": Stacked({"a_norm": Pinned(Param((5, 7))), "b": Unit({"w": Param((5, 3, 7))}), "w": Param((5, 7, 9))}),
@@ -83,14 +85,6 @@ UNITWISE: dict[str, Callable[[], Any]] = {name: make for name, make in ALL.items
     "foreign_lion": foreign_lion,
     **{name: lambda tx=tx: tx for name, tx in TXS.items()},
 }
-
-
-@pytest.fixture(autouse=True)
-def threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def parts(data: st.DataObject) -> list[list[int]]:
@@ -178,6 +172,13 @@ def test_threads_leave_no_mark(name: str, dtype: torch.dtype, rest: int) -> None
 
 def _rng(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def test_runs_are_aligned_for_vector_loads() -> None:
+    for handle in handles(shards(0, length=round_up)):
+        for _, group, leaf in handle.group_leaves():
+            runs = row_runs(matrices, handle, group, leaf.shape[-1])
+            assert all(length % 8 == 0 for _, length in runs)
 
 
 @pytest.mark.parametrize(("name", "kernels"), [("adamw", 1), ("adamw_masked", 2), ("nesterov", 1)])
@@ -270,11 +271,12 @@ CLIP = optim.clip_by_global_norm(1.0)
         (optim.masked(CLIP, matrices), "clip_by_global_norm is not the first"),
         (optim.chain(optim.scale(1.0), optim.masked(optim.chain(CLIP, optim.sgd(1.0)), matrices)), "is not the first"),
         (optim.chain(optim.scale(1.0), optim.assume_elementwise(CLIP)), "is not the first"),
+        (optim.contrib.schedule_free(optim.chain(CLIP, optim.sgd(0.1)), 0.1), "is not the first"),
         (foreign_sign(), "foreign_sign.* does not declare `elementwise`: it may need whole leaves"),
         (optim.chain(CLIP, optim.chain(foreign_sign())), "does not declare `elementwise`"),
         (optim.masked(foreign_sign(), matrices), "does not declare `elementwise`"),
     ],
-    ids=["late", "masked", "masked chain", "wrapped", "bare", "in a chain", "masked foreign"],
+    ids=["late", "masked", "masked chain", "wrapped", "schedule_free", "bare", "in a chain", "masked foreign"],
 )
 def test_what_cannot_be_cut(tx: Any, reason: str) -> None:
     why = optim.why_not_unitwise(tx)

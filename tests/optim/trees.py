@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+import yafsdp_fn as ya
+from tests.harness.gpu import ON_GPU
+from tests.harness.oracle import plain
 from yafsdp_fn import optim
 
-CUDA = pytest.param(
-    "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")]
-)
-DEVICES = ["cpu", CUDA]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 class Layer(NamedTuple):
@@ -37,6 +37,11 @@ def model(seed: int, dtype: torch.dtype = torch.float32, device: str = "cpu") ->
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(device, dtype)
 
     return Model(Layer(leaf(3, 5, 7), leaf(3, 7)), leaf(13))
+
+
+def plain_state(abstract: Any, tx: Any) -> ya.PlainState:
+    """The plain state in float64 with the values of `ya.init(abstract)`."""
+    return ya.PlainState.create(optree.tree_map(Tensor.double, plain(abstract)), tx)
 
 
 def matrices(path: str, param: Any) -> bool:

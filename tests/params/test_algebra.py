@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import assert_equal, leaves, model, one_rank, param
+from tests.harness.small import assert_equal, leaves, model, one_rank, param, states
 from yafsdp_fn.params.sharded import trainable
 
 TX = ya.optim.adamw(1e-2)
@@ -18,19 +18,6 @@ TREE: Any = {
     "m": model(),
     "s": ya.Stacked({"w": param(2, 3), "v": param(2), "f": ya.frozen(param(2, 4)), "u": ya.Unit(param(2, 1))}),
 }
-
-
-def states() -> tuple[Any, Any]:
-    state = ya.init(TREE, TX, mesh=one_rank(), seed=3)
-    return state.params, ya.unshard(state)
-
-
-def test_what_is_plain_beside_sharded_leaves_counts_once() -> None:
-    sharded, plain = states()
-    mixed = {"a": sharded["m"].head, "b": torch.full((2,), 3.0)}
-    want = torch.cat([*(x.flatten() for x in leaves(plain["m"].head)), torch.full((2,), 3.0)]).norm()
-    assert torch.isclose(ya.global_norm(mixed), want)
-    assert torch.isclose(ya.vdot(mixed, mixed), want.square())
 
 
 def test_precision() -> None:
@@ -63,7 +50,7 @@ def test_trees_of_different_structure_are_refused() -> None:
 
 
 def test_normal_like_has_the_structure_and_zero_gaps() -> None:
-    sharded, _ = states()
+    sharded, _ = states(TREE)
     drawn = ya.normal_like(0, sharded)
     assert optree.tree_structure(drawn) == optree.tree_structure(sharded)
     whole = torch.cat([x.flatten() for x in leaves(drawn)])
@@ -74,14 +61,9 @@ def test_normal_like_has_the_structure_and_zero_gaps() -> None:
 
 
 def test_normal_like_draws_another_value_for_every_layer_and_leaf() -> None:
-    sharded, _ = states()
+    sharded, _ = states(TREE)
     whole = torch.cat([x.flatten() for x in leaves(ya.normal_like(0, sharded))])
     assert whole.unique().numel() == whole.numel()
-
-
-def test_normal_like_is_the_same_on_a_plain_tree_with_its_markers() -> None:
-    state, plain = ya.init(TREE, TX, mesh=one_rank()), ya.PlainState.create(TREE, TX)
-    assert_equal(ya.normal_like(5, state.params), ya.params.without_markers(ya.normal_like(5, plain.params)))
 
 
 def test_normal_like_of_moments_and_in_another_dtype() -> None:
@@ -97,7 +79,7 @@ def test_numbers_in_a_loss_have_a_gradient(number: Any) -> None:
     def regular(tree: Any) -> torch.Tensor:
         return number(tree) + torch.stack([leaf.sum() for leaf in optree.tree_leaves(tree)]).sum()
 
-    sharded, plain = states()
+    sharded, plain = states(TREE)
     want = leaves(ya.grad(regular)(plain))
     got = leaves(ya.grad(regular)(sharded))
     frozen = [leaf.shape for leaf in leaves(plain["s"]["f"])]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, assert_close, batch, block, embed, head, model, one_rank
+from tests.harness.small import Model, batch, block, model, one_rank, with_block
 from yafsdp_fn.runtime.graph_walks import TensorWatch
 
 TX = ya.optim.sgd(0.1)
@@ -24,40 +21,12 @@ def params() -> Model:
     return made
 
 
-def closing_over(scale: Tensor) -> Callable[[Model, Any], ya.Mean]:
-    """A loss whose layers use `scale` from outside."""
-
-    def closed(params: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, params.embed, b["tokens"])
-        x, _ = ya.scan(lambda c, w: (block(c, w)[0] * scale, None), x, params.layers)
-        mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
-        return mean
-
-    return closed
-
-
-def test_what_is_made_inside_may_require_grad() -> None:
-    def inner(c: Tensor, w: Any) -> tuple[Tensor, None]:
-        with torch.enable_grad():
-            probe = torch.ones(5, requires_grad=True)
-            (slope,) = torch.autograd.grad((probe * 2).sum(), probe)
-        return block(c, w)[0] * slope, None
-
-    def own(p: Model, b: Any) -> Tensor:
-        x = ya.apply(embed, p.embed, b["tokens"])
-        return ya.scan(inner, x, p.layers)[0].sum()
-
-    both, sharded = ya.value_and_grad(own), params()
-    for _ in range(2):
-        assert_close(both(sharded, batch()), both(ya.unshard(sharded), batch()), rtol=1e-5)
-
-
 def test_under_a_transform() -> None:
     sharded = params()
 
     def of_scale(scale: Tensor) -> Tensor:
-        mean = closing_over(scale)(sharded, batch())
-        return mean.total
+        closed = with_block(lambda c, w: (block(c, w)[0] * scale, None))
+        return closed(sharded, batch()).total
 
     with pytest.raises(RuntimeError, match=r"layers\[0\]: " + OUTSIDE):
         torch.func.grad(of_scale)(torch.ones(5))

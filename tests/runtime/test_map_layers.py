@@ -9,36 +9,13 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import assert_equal, model, one_rank, param
+from tests.harness.small import assert_equal, model, one_rank, param, states
 
 TX = ya.optim.adamw(1e-2)
 
 
-def states(tree: Any) -> tuple[Any, Any]:
-    state = ya.init(tree, TX, mesh=one_rank(), seed=2)
-    return state.params, ya.unshard(state)
-
-
 def stacks() -> tuple[Any, Any]:
     return states({"s": ya.Stacked({"w": param(4, 3, 2), "b": param(4, 5)}), "t": ya.Stacked([param(4, 2)])})
-
-
-def test_anything_else_is_stacked() -> None:
-    def statistics(layer: Any) -> Any:
-        return {"norm": layer["w"].norm(), "none": None, "n": layer["b"].numel(), "rows": [layer["w"].sum(0)]}
-
-    sharded, plain = stacks()
-    out, want = ya.map_whole_layers(statistics, sharded["s"]), ya.map_whole_layers(statistics, plain["s"])
-    assert_equal(out, want)
-    assert out["norm"].shape == (4,) and out["none"] is None and out["rows"][0].shape == (4, 2)
-    assert out["n"].tolist() == [5] * 4
-    assert ya.map_whole_layers(lambda layer: None, sharded["s"]) is None
-
-
-def test_what_f_gets_is_no_view_of_the_parameters() -> None:
-    sharded, plain = stacks()
-    ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: x.zero_(), layer), sharded["s"])
-    assert_equal(ya.unshard(sharded), plain)
 
 
 def test_several_stacks_and_plain_tensors_together() -> None:

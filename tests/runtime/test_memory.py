@@ -10,7 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
-from tests.harness.small import Model, batch, block, embed, head, loss, model, one_rank, slot_bytes
+from tests.harness.small import batch, block, loss, model, one_rank, slot_bytes, with_block
 from yafsdp_fn.runtime.slots import Slots
 
 TX = ya.optim.adamw(1e-2)
@@ -25,13 +25,7 @@ def watched(seen: list[Any]) -> Any:
         seen.append(w["up"])
         return block(c, w)
 
-    def run(p: Model, b: Any) -> ya.Mean:
-        x = ya.apply(embed, p.embed, b["tokens"])
-        x, _ = ya.scan(layer, x, p.layers)
-        mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
-        return mean
-
-    return run
+    return with_block(layer)
 
 
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16, torch.float64])

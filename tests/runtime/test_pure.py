@@ -16,17 +16,9 @@ from tests.harness.small import (
     assert_close,
     batch,
     loss,
-    model,
-    one_rank,
+    states,
 )
 from yafsdp_fn.runtime.pure import Rematerialised
-
-TX = ya.optim.sgd(0.1)
-
-
-def states(seed: int = 0) -> tuple[Any, Any]:
-    state = ya.init(model(), TX, mesh=one_rank(), seed=seed)
-    return state.params, ya.unshard(state)
 
 
 def scalar(params: Model, b: Any) -> Tensor:
@@ -36,7 +28,7 @@ def scalar(params: Model, b: Any) -> Tensor:
 
 def both(run: Callable[[Any, Any], Any], rtol: float = 1e-5) -> None:
     """`run(params, direction)` gives the same on sharded and on plain parameters."""
-    (sharded, plain), (along, plain_along) = states(0), states(1)
+    (sharded, plain), (along, plain_along) = states(), states(seed=1)
     assert_close(run(sharded, along), run(plain, plain_along), rtol=rtol, atol=1e-6)
 
 

@@ -21,11 +21,6 @@ from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Batch, Params
 
 NAMES = ("base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part")
-KINDS = pytest.mark.parametrize(
-    "names",
-    [("base", "rich", "twice"), nightly(NAMES)],
-    ids=["some visits", "all visits"],
-)
 Tree = dict[str, Any]
 
 
@@ -119,13 +114,6 @@ def forward_mode(mesh: Any, name: str) -> None:
     compare(got, expected, 1e-5, f"{name}: jvp")
 
 
-@on_ranks(1, 2)
-@KINDS
-def test_jvp(mesh: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        forward_mode(mesh, name)
-
-
 def per_example(mesh: Any, name: str) -> None:
     """Gradients of each row of the batch; those of equal place in the batch are averaged over ranks."""
     s = Setting(mesh, name)
@@ -139,13 +127,6 @@ def per_example(mesh: Any, name: str) -> None:
     for row in range(3):
         expected = [sum(leaf[row] for leaf in leaves) for leaves in zip(*of_ranks, strict=True)]
         s.check(optree.tree_map(lambda g, at=row: g[at], got), s.share(expected), 1e-5, f"{name}: row {row}")
-
-
-@on_ranks(1, 2)
-@KINDS
-def test_vmap_of_grad(mesh: Any, names: tuple[str, ...]) -> None:
-    for name in names:
-        per_example(mesh, name)
 
 
 def second_order(mesh: Any, name: str) -> None:
@@ -163,7 +144,12 @@ def second_order(mesh: Any, name: str) -> None:
 
 
 @on_ranks(1, 2)
-@KINDS
-def test_second_order(mesh: Any, names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("check", [forward_mode, per_example, second_order])
+@pytest.mark.parametrize(
+    "names",
+    [("base", "rich", "twice"), nightly(NAMES)],
+    ids=["some visits", "all visits"],
+)
+def test_other_transforms(mesh: Any, names: tuple[str, ...], check: Callable[[Any, str], None]) -> None:
     for name in names:
-        second_order(mesh, name)
+        check(mesh, name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, assert_close, batch, dropout_block, embed, head, model, one_rank
+from tests.harness.small import Model, assert_close, batch, dropout_block, embed, head, model, one_rank, with_block
 from yafsdp_fn.util.randomness import VisitCounter, _counter, counting, seeded, visit_seed
 
 CPU = torch.device("cpu")
@@ -104,13 +104,8 @@ def test_a_scan_over_plain_tensors_inside_a_block_draws_the_same_in_every_run(re
         x, _ = ya.scan(lambda x, scale: (torch.dropout(x * scale, 0.5, True), None), x, torch.full((2,), 1.1))
         return dropout_block(x, weights)
 
-    def loss(params: Model, b: Any) -> ya.Mean:
-        x, _ = ya.scan(block, ya.apply(embed, params.embed, b["tokens"]), params.layers)
-        mean: ya.Mean = ya.apply(head, params.head, x, b["targets"])
-        return mean
-
     params = ya.init(model(), ya.optim.sgd(0.1), mesh=one_rank()).params
-    value = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat=remat))
+    value = ya.value_and_grad(with_block(block), schedule=ya.schedules.zero3(remat=remat))
     want = value(ya.unshard(params), batch())
     for _ in range(2):
         assert_close(value(params, batch()), want)

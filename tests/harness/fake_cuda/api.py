@@ -13,7 +13,7 @@ from tests.harness.fake_cuda.factories import patch_torch
 from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.kernels import patch_kernels
 from tests.harness.fake_cuda.log import HOST
-from tests.harness.fake_cuda.tensors import COMPUTE, CUDA, DEVICE, THREAD, CudaTensor, Device, fresh_device
+from tests.harness.fake_cuda.tensors import CUDA, DEVICE, THREAD, CudaTensor, Device, fresh_device
 from yafsdp_fn.communication import cuda_streams
 from yafsdp_fn.extras.offload import HostActivationBuffers
 
@@ -145,7 +145,6 @@ def fake_cuda() -> Iterator[Device]:
         "Event": Event,
         "stream": stream,
         "current_stream": lambda device=None: Stream(number=DEVICE.stream),
-        "default_stream": lambda device=None: Stream(number=COMPUTE),
         "synchronize": synchronize,
         "empty_cache": lambda: DEVICE.waits("torch.cuda.empty_cache"),
         "current_device": lambda: CUDA.index,

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare, joined, plain
+from tests.harness.oracle import check_steps, compare
 from tests.harness.pool import on_ranks
-from tests.harness.small import Model, batch, loss, model
-from tests.optim.trees import assert_close, defined_step
+from tests.harness.small import Model, batches, loss, model
+from tests.optim.trees import assert_close, defined_step, plain_state
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
 
@@ -56,22 +56,20 @@ def with_frozen() -> Model:
 
 @on_ranks(1, 2)
 def test_the_average_of_a_sharded_state_is_evaluated(mesh: Any) -> None:
-    rank, ranks = mesh.get_local_rank(), mesh.size()
     tx = optim.contrib.schedule_free_adamw(0.05, 2)
     state = ya.init(with_frozen(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
-    expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(with_frozen())), tx)
+    expected = plain_state(with_frozen(), tx)
     step = ya.train_step(loss, tx)
-    for number in range(4):
-        each = [batch(ranks * number + r) for r in range(ranks)]
-        state, _ = step(state, each[rank])
-        expected, _ = step(expected, joined(each))
+    each = list(batches(mesh, 4))
+    state, expected = check_steps((step, state), (step, expected), each, 1e-12)
+    mine, everything = each[-1]
     x = optim.contrib.schedule_free_eval_params(state.opt_state, state.params)
     of_plain = optim.contrib.schedule_free_eval_params(expected.opt_state, expected.params)
     compare(ya.unshard(x), of_plain, 1e-12, "the average")
     assert torch.equal(ya.unshard(x).embed["weight"], ya.unshard(state).embed["weight"])
-    of_x = ya.eval_step(loss)(x, each[rank])["loss"]
-    torch.testing.assert_close(of_x, ya.eval_step(loss)(of_plain, joined(each))["loss"], rtol=1e-12, atol=0)
-    assert abs(float(of_x - ya.eval_step(loss)(state, each[rank])["loss"])) > 1e-4
+    of_x = ya.eval_step(loss)(x, mine)["loss"]
+    torch.testing.assert_close(of_x, ya.eval_step(loss)(of_plain, everything)["loss"], rtol=1e-12, atol=0)
+    assert abs(float(of_x - ya.eval_step(loss)(state, mine)["loss"])) > 1e-4
 
 
 def test_errors() -> None:
