@@ -169,7 +169,7 @@ def measure(reading: Reading, console: Console) -> dict[str, Any]:
     for layers in LAYERS:
         with console.status(f"counting calls of {layers} layers"):
             shape = dataclasses.replace(SHAPE, layers=layers)
-            how: dict[str, Any] = {"ranks": reading.ranks, "steps": 0, "warmup": 4, "timeout": reading.timeout}
+            how: dict[str, Any] = {"ranks": reading.ranks, "steps": 0, "warmup": 5, "timeout": reading.timeout}
             found.append(harness.run("benchmarks.reading:rank", ("zero3",), shape=shape, **how))
     few, many = found
     further = {key: (many[key] - few[key]) / (LAYERS[1] - LAYERS[0]) for key in ("calls", "changes")}

@@ -59,9 +59,11 @@ class TestElementwise:
 
     @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
     def test_whatever_keeps_it_passes(self, dtype: torch.dtype) -> None:
-        for function in (torch.sin, torch.sigmoid, lambda u: u.abs().pow(1.7), lambda u: u / 0, torch.log, torch.sign):
+        infinite = lambda u: torch.where(u == 0, 0, u / 0)  # noqa: E731
+        no_numbers = lambda u: torch.where(u == 0, 0, u.log())  # noqa: E731
+        for function in (torch.sin, torch.tanh, lambda u: u.abs().pow(1.7), infinite, no_numbers, torch.sign):
             kept = lambda updates, params, of=function: optree.tree_map(of, updates)  # noqa: E731
-            assert self.first_steps(kept, dtype) == 2 + 9  # three steps of the whole and of each half
+            assert self.first_steps(kept, dtype) == 2 + 12  # three steps of the whole, of each half, and of zeros
 
     def test_what_draws_or_takes_no_other_shape_is_not_tried(self) -> None:
         before = torch.get_rng_state()
@@ -87,6 +89,11 @@ class TestElementwise:
         for _ in range(2):
             with pytest.raises(TypeError, match=r"does not treat every element of layers\.weight on its own"):
                 optim.step_(tx, model(0, dtype), model(1, dtype), tx.init(model(0, dtype)))
+
+    @pytest.mark.parametrize("function", [torch.sigmoid, torch.ones_like, torch.log, lambda u: u / u.abs()])
+    def test_what_fills_padding_is_refused(self, function: Any) -> None:
+        with pytest.raises(TypeError, match=r"it does not keep zeros in layers\.weight: .* fill the padding of shards"):
+            self.first_steps(lambda updates, params: optree.tree_map(function, updates))
 
 
 def test_apply_updates_keeps_the_dtype() -> None:
@@ -127,6 +134,22 @@ def test_masks_see_paths_and_parameters_of_one_layer() -> None:
         "layers.w": (5, 7),
     }
     assert updates["layers"].tree["norm"].count_nonzero() == 0
+
+
+NEGATIVE = {
+    "learning_rate": lambda: optim.adamw(-1e-3),
+    "weight_decay": lambda: optim.lion(1e-3, weight_decay=-0.1),
+    "momentum": lambda: optim.sgd(1e-3, momentum=-0.9),
+    "eps": lambda: optim.rmsprop(1e-3, eps=-1e-8),
+}
+
+
+@pytest.mark.parametrize("setting", NEGATIVE)
+def test_negative_settings_are_refused_as_torch_does(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{setting}=-.*: expected a number >= 0"):
+        NEGATIVE[setting]()
+    with pytest.raises(ValueError, match=r"^learning_rate=nan"):
+        optim.muon(float("nan"))
 
 
 def test_decay_without_parameters_is_refused() -> None:

@@ -91,3 +91,24 @@ def test_where_graphs_are_kept_any_values_serve(mesh: Any, which: str) -> None:
 @pytest.mark.parametrize("which", SAME)
 def test_the_same_values_serve(mesh: Any, which: str) -> None:
     assert steps(mesh, which, "all")[0] == "returned"
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("first", [1, 3])
+def test_later_steps_look_again(mesh: Any, first: int) -> None:
+    """Noise that begins after some steps, as by a schedule: the next step whose number is a power of two finds it."""
+    generator, begun = torch.Generator().manual_seed(1), False
+    loss = noisy(lambda x: torch.rand(x.shape, generator=generator) if begun else torch.ones(()))
+    step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(remat="all"))
+    state = ya.init(model(), TX, mesh=mesh)
+    for _ in range(first):
+        state, _ = step(state, batch())
+    begun = True
+
+    def run() -> None:
+        nonlocal state
+        while state.step <= 4:
+            state, _ = step(state, batch())
+
+    assert re.search(SAID, outcome(run))
+    assert state.step == (1 if first == 1 else 4)

@@ -195,7 +195,7 @@ class StepFunction:
                     activations=activations,
                 )
             # the step
-            learns = not verified.ran and bool(verified.collectives)  # of a recorded call, which has no backward
+            learns = not verified.runs and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
                 results = _run_calls(session, arguments, self.has_aux, seed)
@@ -205,7 +205,7 @@ class StepFunction:
             if learns:
                 verified.list(session.collectives)
             session.close()
-            verified.ran = True
+            verified.runs += 1
         if observer is not None:
             observer.finish(verified.program.trace, f"rank {comms.world_rank} of {comms.world}")
         return FunctionRun(results, observer, verified.all_stages)

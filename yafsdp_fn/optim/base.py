@@ -59,10 +59,10 @@ class Elementwise:
     tried: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @torch.no_grad()
-    def off(self, updates: Tree, params: Tree | None) -> tuple[int, float] | None:
-        """Returns the number of the first leaf whose halves differ, and the difference relative to its largest element.
-        None if all agree, or if it cannot be tested: fake tensors, or an update that draws random numbers, looks at
-        more than its arguments, or needs all ranks."""
+    def broken(self, updates: Tree, params: Tree | None) -> tuple[int, str] | None:
+        """Returns the number of the first leaf for which the promise is broken, and what is not done, with {} for its
+        name. None if the promise holds, or if it cannot be tested: fake tensors, or an update that draws random
+        numbers, looks at more than its arguments, or needs all ranks."""
         leaves = tensors_in(updates)
         if self.tried or transforms_active() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return None
@@ -70,19 +70,22 @@ class Elementwise:
         found = None
         with drawing_from(before):
             with suppress(Exception):  # other shapes may be refused; errors of the update itself show in the step
-                found = _difference(*(self._run(updates, params, ranks) for ranks in RANKS))
+                found = _difference(*(self._run(updates, params, ranks, _drawn) for ranks in RANKS))
+                found = found or _filled(self._run(updates, params, RANKS[0], _zeros))
             after = states(generator for generator, _ in before)
         drew = any(not torch.equal(one, two) for (_, one), (_, two) in zip(before, after, strict=True))
         self.tried = found is None or drew
         return None if found is None or drew else (found[0] % len(leaves), found[1])
 
-    def _run(self, updates: Tree, params: Tree | None, ranks: SingleUnitOwner) -> list[Tensor]:
-        """Returns the updates of some steps, on the part of small leaves that a rank has."""
-        own = None if params is None else _drawn(params, 0, ranks)
-        state = self.inner.init(_drawn(updates, 0, ranks) if own is None else own)
+    def _run(
+        self, updates: Tree, params: Tree | None, ranks: SingleUnitOwner, made: Callable[..., Tree]
+    ) -> list[Tensor]:
+        """Returns the updates of some steps, on the part of small leaves that a rank has. made: their values"""
+        own = None if params is None else made(params, 0, ranks)
+        state = self.inner.init(made(updates, 0, ranks) if own is None else own)
         out: list[Tensor] = []
         for step in range(STEPS):
-            new, state = self.inner.update(_drawn(updates, 1 + step, ranks), state, own)
+            new, state = self.inner.update(made(updates, 1 + step, ranks), state, own)
             out += optree.tree_structure(updates).flatten_up_to(new)  # type: ignore[arg-type]
         return out
 
@@ -109,7 +112,12 @@ def _drawn(tree: Tree, seed: int, ranks: SingleUnitOwner) -> Tree:
     return optree.tree_map(of_node, tree, is_leaf=is_sharded)
 
 
-def _difference(whole: list[Tensor], first: list[Tensor], second: list[Tensor]) -> tuple[int, float] | None:
+def _zeros(tree: Tree, seed: int, ranks: SingleUnitOwner) -> Tree:
+    """Returns `tree` with zeros, as in padding, in small leaves."""
+    return optree.tree_map(torch.zeros_like, _drawn(tree, seed, ranks))
+
+
+def _difference(whole: list[Tensor], first: list[Tensor], second: list[Tensor]) -> tuple[int, str] | None:
     """Returns the number of the first tensor whose halves differ from it, and by how much of its largest element."""
     for number, (one, *halves) in enumerate(zip(whole, first, second, strict=True)):
         if not one.ndim or not one.numel():
@@ -118,7 +126,22 @@ def _difference(whole: list[Tensor], first: list[Tensor], second: list[Tensor]) 
         same = (joined == one) | (joined.isnan() & one.isnan())
         off = torch.where(same, 0, (joined - one).abs() / one.abs().amax()).amax().item()
         if not off <= min(ROUNDINGS * torch.finfo(halves[0].dtype).eps, MOST):
-            return number, off
+            return number, (
+                f"treat every element of {{}} on its own: its update of two halves is off that of the whole, by "
+                f"{off:.2g} of the largest element, and shards cut leaves anywhere. Use assume_leafwise if it needs "
+                "leaves one by one, each whole"
+            )
+    return None
+
+
+def _filled(of_zeros: list[Tensor]) -> tuple[int, str] | None:
+    """Returns the number of the first tensor, an update of zeros, that is not zero, and what follows from it."""
+    for number, update in enumerate(of_zeros):
+        if update.ndim and update.any():
+            return number, (
+                "keep zeros in {}: where gradients and parameters are zero, its update is not, so it would fill the "
+                "padding of shards, which norms count. Return zeros there, torch.where(updates == 0, 0, new), say"
+            )
     return None
 
 
@@ -139,7 +162,8 @@ class GradientTransformation(NamedTuple):
     """A pair of pure functions: `init(params) -> state`, `update(updates, state, params=None) -> (updates, state)`.
 
     elementwise: `update` may run on flat shards, because it treats every element on its own (or reduces over all
-        ranks, as `clip_by_global_norm` does). Without it, and without a rule, it is given whole trees.
+        ranks, as `clip_by_global_norm` does), and zeros stay zeros; `assume_elementwise` tries that. Without it, and
+        without a rule, it is given whole trees.
     rule: the same transformation as data, for `step_`, which knows fused kernels for some sequences of rules. It
         changes speed, never results: `update` is the definition.
 
@@ -228,12 +252,10 @@ def checked_update(tx: GradientTransformation, updates: Tree, state: State, para
         raise TypeError(f"optim: {name(tx)} should return a pair (updates, state), got {got}")
     new, after = pair
     _must_be_like(updates, new, f"{name(tx)} returned")
-    if isinstance(tx.rule, Elementwise) and (found := tx.rule.off(updates, params)) is not None:
+    if isinstance(tx.rule, Elementwise) and (found := tx.rule.broken(updates, params)) is not None:
         raise TypeError(
-            f"optim: {name(tx)} is marked by assume_elementwise, but it does not treat every element of "
-            f"{_names(updates)[found[0]]} on its own: its update of two halves is off that of the whole, by "
-            f"{found[1]:.2g} of the largest element, and shards cut leaves anywhere. Use assume_leafwise if it needs "
-            "leaves one by one, each whole, or mark it by nothing: then it is given whole trees"
+            f"optim: {name(tx)} is marked by assume_elementwise, but it does not "
+            f"{found[1].format(_names(updates)[found[0]])}, or mark it by nothing: then it is given whole trees"
         )
     return new, after
 
@@ -247,6 +269,12 @@ def needed(by: str, params: Tree | None) -> Tree:
     if params is None:
         raise ValueError(f"{by}: needs the parameters: call `tx.update(updates, state, params)`")
     return params
+
+
+def must_not_be_negative(setting: str, value: Any) -> None:
+    """Raises ValueError, naming the setting of an optimizer, for a plain number that is below zero, or is no number."""
+    if isinstance(value, int | float) and not value >= 0:
+        raise ValueError(f"{setting}={value}: expected a number >= 0, as torch.optim does")
 
 
 def _must_be_like(given: Tree, new: Tree, what: str) -> None:
@@ -297,12 +325,12 @@ def assume_elementwise(tx: Any) -> GradientTransformation:
     """Returns `tx`, promising that it treats every element on its own, so that it may run on flat shards.
 
     An operation over rows, columns or whole leaves (Muon, Adafactor, trust ratios, centred gradients) breaks the
-    promise, since a flat shard cuts through leaves; so does reading the shape of a leaf. In its first step the update
-    is tried on two halves of a few random numbers, and refused with a TypeError if the result differs from that of the
-    whole. That does not find a dependence on the number of axes. Updates are not tried if they draw random numbers, or
-    accept only the shapes of the step. An update that depends on the position of its elements (noise from
-    `ya.normal_like`) breaks the promise if units take their steps one by one. Zeros must stay zeros, as in padding,
-    which norms count.
+    promise, since a flat shard cuts through leaves; so does reading the shape of a leaf. So does an update that is not
+    zero where gradients and parameters are, since it would fill the padding of shards, which norms count. In its first
+    step the update is tried on two halves of a few random numbers, and on zeros, and refused with a TypeError if it
+    breaks the promise. That does not find a dependence on the number of axes. Updates are not tried if they draw random
+    numbers, or accept only the shapes of the step. An update that depends on the position of its elements (noise from
+    `ya.normal_like`) breaks the promise if units take their steps one by one.
 
     >>> def sign(updates, state, params=None):
     ...     return updates.sign(), state

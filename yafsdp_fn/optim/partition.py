@@ -16,6 +16,7 @@ from yafsdp_fn.optim.base import (
     chain,
     checked_update,
     identity,
+    must_not_be_negative,
     needed,
     stateless,
 )
@@ -55,8 +56,8 @@ def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
 
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> GradientTransformation:
-    """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises TypeError
-    for a schedule: `contrib.inject_hyperparams` takes one.
+    """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises
+    ValueError for a negative number, TypeError for a schedule: `contrib.inject_hyperparams` takes one.
 
     >>> update(ya.optim.add_decayed_weights(0.1))
     tensor([ 3.1000, -4.2000])
@@ -66,6 +67,7 @@ def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> Gr
             "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
             "the optimizer: contrib.inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
         )
+    must_not_be_negative("weight_decay", weight_decay)
     if mask is not None:
         must_be_rule(mask, "mask")
 

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import GradientTransformation, State, chain, identity, new_count
+from yafsdp_fn.optim.base import GradientTransformation, State, chain, identity, must_not_be_negative, new_count
 from yafsdp_fn.optim.partition import add_decayed_weights
 from yafsdp_fn.optim.scaling import Rate, scale_by_learning_rate
 from yafsdp_fn.params.leaf_mask import LeafRule
@@ -130,6 +130,7 @@ def trace(decay: float, nesterov: bool = False) -> GradientTransformation:
     >>> update(ya.optim.trace(0.9, nesterov=True))
     tensor([ 5.7000, -7.6000])
     """
+    must_not_be_negative("momentum", decay)
 
     def init(params: Tree) -> State:
         return TraceState(optree.tree_map(torch.zeros_like, params))
@@ -185,6 +186,7 @@ def scale_by_rms(
     >>> update(ya.optim.scale_by_rms(decay=0.75))
     tensor([ 2., -2.])
     """
+    must_not_be_negative("eps", eps)
 
     def init(params: Tree) -> State:
         nu = optree.tree_map(lambda p: torch.full_like(p, initial_scale), params)

@@ -11,7 +11,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import GradientTransformation, State, new_count, scaled, stateless
+from yafsdp_fn.optim.base import GradientTransformation, State, must_not_be_negative, new_count, scaled, stateless
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.tree import Tree
 
@@ -254,7 +254,8 @@ def scale_by_schedule(step_size_fn: Rate) -> GradientTransformation:
 
 
 def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformation:
-    """Multiplies updates by minus the learning rate (a float or a schedule).
+    """Multiplies updates by minus the learning rate (a float or a schedule). Raises ValueError for a negative number:
+    to maximise, return the negative of the loss.
 
     >>> update(ya.optim.scale_by_learning_rate(0.1))
     tensor([-0.3000,  0.4000])
@@ -262,6 +263,7 @@ def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformatio
     if not callable(learning_rate):
         if not isinstance(learning_rate, int | float | Tensor):
             raise TypeError(f"learning_rate={learning_rate!r}: expected a number, or a function of the count")
+        must_not_be_negative("learning_rate", learning_rate)
         return scale(-learning_rate)
     return scale_by_schedule(lambda count: -learning_rate(count))
 

@@ -133,10 +133,6 @@ class Split(NamedTuple):
 
     # ---- messages
 
-    def leaving(self, segment: int) -> tuple[int, ...]:
-        """Returns the numbers of the flows that others take from it."""
-        return tuple(number for number, flow in enumerate(self.flows) if flow.source == segment)
-
     def taken_by(self, call: Call) -> tuple[Message, ...]:
         """Returns the messages that a call takes: those that arrive; in a backward the gradients of those that have
         left."""

@@ -183,7 +183,8 @@ class Session(VisitRunner):
     """One execution of a step by its program, which is one stage's if there are several (`StageSession`).
 
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
-    watch: look for tensors that reach blocks from outside (the first step of a loss)
+    watch: look for tensors that reach blocks from outside, and for blocks that return other values when they run again:
+        in steps 0, 1, 2, 4, 8 and so on, since a loss may change as it goes on
 
     Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
         visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
@@ -206,7 +207,8 @@ class Session(VisitRunner):
         memory.ready()
         super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
         self.verified, self.grads, self.observer, self.updates = verified, grads, observer, updates
-        self.watch = differentiates and not verified.ran
+        runs = verified.runs
+        self.watch = differentiates and runs & (runs - 1) == 0 and (runs == 0 or replays is None)
         # blocks are watched in Python, which a replay does not run
         self.replays = None if self.watch else replays
         cuda = memory.comms.device.type == "cuda"

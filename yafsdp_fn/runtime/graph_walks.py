@@ -1,6 +1,6 @@
 """Walks of autograd graphs: which tensors a block was made of, and whether a tensor depends on the arguments.
 
-Beside them, what a first step asks of a block that runs again: whether it returns the same.
+Beside them, what a step asks of a block that runs again: whether it returns the same.
 
 Steady steps enter this file only for a loss whose weight has a graph.
 """

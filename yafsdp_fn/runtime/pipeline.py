@@ -216,8 +216,10 @@ class Segment:
         self._crossing, self._split, self._call, self._arrived = crossing, crossing.split, call, arrived
         self._where = where
         # flow -> piece -> tensor, and its version
-        leaving = self._split.leaving(call.segment)
-        self._left: dict[int, dict[int, tuple[Tensor, int]]] = {flow: {} for flow in leaving}
+        self._left: dict[int, dict[int, tuple[Tensor, int]]] = {}
+        for number, flow in enumerate(self._split.flows):
+            if flow.source == call.segment:
+                self._left[number] = {}
 
     def enter(self, call: Any, number: int) -> bool:
         """Begins visit `number`, of the `BlockCall` `call`, and returns whether another segment has it. Where this one

@@ -33,7 +33,7 @@ class Verified:
     """A program that has passed `verify`, with the facts that a session of one stage needs in every step.
 
     all_stages: the program of them all; program: of this one; crossing: what it must know of others, if any
-    ran: whether a step has finished; the first one looks for tensors that reach blocks from outside
+    runs: steps that have finished
     tail: the norm and updates to run after a program that has none
     recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
@@ -48,7 +48,7 @@ class Verified:
         own = [of for of in lent if of.unit in program.trace.trained]
         self.tail = [] if program.has_updates else after_program(program.trace.trained, own)
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
-        self.ran = False
+        self.runs = 0
         self.collectives: dict[Any, Any] = {}
         every = itertools.chain(*all_stages.stages)
         self.recomputes = any(isinstance(op, Forward) and not op.keep for op in every)

@@ -27,7 +27,7 @@ class RecomputedVisit(Running):
     """A visit that recomputes. asked: whether its outputs depend on anything, which its next run is to tell"""
 
     asked: Asked | None = None
-    _seen: list[Tensor] | None = None  # of the outputs, in a first step
+    _seen: list[Tensor] | None = None  # of the outputs, in a step that looks
 
     # ---- forward
 

@@ -137,7 +137,7 @@ class Running:
         raise NotImplementedError
 
     def check(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Raises if the block has written to its weights; in a first step, also if tensors reach it from outside."""
+        """Raises if the block has written to its weights; where a step looks, also if tensors reach it from outside."""
         known = list(inputs)
         for unit_leaves in leaves:
             known += unit_leaves
