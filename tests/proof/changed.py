@@ -6,13 +6,14 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.pipelines.orders import ORDERS, homes
 from tests.program.traces import cut, model, on, trace_of, unit
 from tests.proof.mutants import mutant
-from tests.schedules.pipelines import ORDERS, homes
+from yafsdp_fn.pipelines import orders
+from yafsdp_fn.pipelines.messages import with_messages
+from yafsdp_fn.pipelines.orders import pipeline
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen, pipelines
-from yafsdp_fn.schedules.messages import with_messages
-from yafsdp_fn.schedules.pipelines import pipeline
+from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen
 
 Lists = list[list[Any]]
 """Of each stage, its calls and messages."""
@@ -184,7 +185,7 @@ def a_pipeline(
     trace = of(rng, order, mesh, updates)
     assert trace.split is not None
     lists: Lists = [
-        list(items) for items in with_messages(trace.split, pipelines.ORDERS[order](trace.split, trace.microbatches))
+        list(items) for items in with_messages(trace.split, orders.ORDERS[order](trace.split, trace.microbatches))
     ]
     changes = max(least, rng.choice((0, 1, 1, 1, 1, 2, 2)))
     try:
