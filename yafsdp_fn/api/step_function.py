@@ -219,7 +219,7 @@ class StepFunction:
             from yafsdp_fn.pipelines.crossing import program_of
 
             return program_of(arguments, memory, programs)
-        known = programs.recall(memory, arguments.microbatches)
+        known = programs.known.get((memory.key, arguments.microbatches, None))
         if known is not None:
             return known
         given = programs.given(memory, arguments.microbatches)

@@ -1,6 +1,6 @@
 """The programs of one function: those of its schedule, or the one that was given; verified, and checked to fit.
 
-    found = programs.recall(memory, microbatches, shapes)               None before the first step
+    found = programs.known.get((memory.key, microbatches, shapes))      None before the first step
     found = programs.remember(programs.build(trace), memory)            from what has been recorded or traced
 
 A program is built and agreed on once for each kind of state, and kept. `.lower` builds one without ranks.
@@ -85,14 +85,6 @@ class Programs:
         self.known: dict[tuple[Hashable, int, Hashable], Verified] = {}
 
     # ---- kept
-
-    def recall(self, memory: StateMemory, microbatches: int, shapes: Hashable = None) -> Verified | None:
-        """Returns the program that has run on such a state and batch, and is now the last to run."""
-        key = memory.key, microbatches, shapes
-        if key not in self.known:
-            return None
-        found = self.known[key] = self.known.pop(key)
-        return found
 
     def peek(self, memory: Placement[Any], microbatches: int, shapes: Hashable) -> Verified | None:
         """Returns the program that ran last, or on a batch of these `shapes`, or the one given in place of a schedule;
