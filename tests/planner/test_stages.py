@@ -14,8 +14,7 @@ import yafsdp_fn as ya
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import SLOW, TX, planned, traced
 from tests.planner.test_simulate import GB
-from yafsdp_fn.pipelines import orders
-from yafsdp_fn.pipelines.orders import gpipe, one_f_one_b, zero_bubble
+from yafsdp_fn.pipelines.orders import FACTORIES, gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.program.measured import Cost, OptimizerMemory, Value
@@ -45,7 +44,7 @@ def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
     shape: Any = "v" if name == "v_shaped" else "loop"
     for microbatches in (2 * stages, 2 * stages + 1):
         trace = chain(stages * per_stage, microbatches)
-        made = verify(pipeline(trace, stages, orders.FACTORIES[name](zero1()), per_stage, shape))
+        made = verify(pipeline(trace, stages, FACTORIES[name](zero1()), per_stage, shape))
         timeline = simulate(made, NO_LINKS)
         assert timeline.bubble == pytest.approx(formula(stages, microbatches), abs=1e-12)
         idle = sum(timeline.bubbles().values())

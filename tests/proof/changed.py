@@ -11,7 +11,6 @@ from tests.program.traces import cut, model, on, trace_of, unit
 from tests.proof.mutants import mutant
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.pipelines.messages import with_messages
-from yafsdp_fn.pipelines.orders import pipeline
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.schedules import Program, Receive, Refused, Schedule, Send, Trace, Update, UpdateWhen
 
@@ -192,7 +191,7 @@ def a_pipeline(
         while changes and rng.random() < 0.25:
             lists = changed_lists(lists, rng)
             changes -= 1
-        made = pipeline(trace, lists, schedule)
+        made = orders.pipeline(trace, lists, schedule)
     except (Refused, LookupError, ValueError, AssertionError):
         return None
     for _ in range(changes):

@@ -224,11 +224,11 @@ FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3,
 
 
 def must_be_made(what: str, given: object) -> None:
-    """Raises TypeError for a factory of schedules, which says that it returns one, in place of a schedule."""
-    if getattr(given, "__annotations__", {}).get("return") == Schedule:
+    """Raises TypeError for one of our factories, which says that it returns a schedule, in place of a schedule."""
+    own = getattr(given, "__module__", "").startswith("yafsdp_fn.")
+    if own and getattr(given, "__annotations__", {}).get("return") == Schedule:
         name = getattr(given, "__name__", "")
-        space = "ya.schedules." if getattr(given, "__module__", "").startswith("yafsdp_fn.") else ""
-        raise TypeError(f"{what}={name}: that is the factory; call it: {what}={space}{name}()")
+        raise TypeError(f"{what}={name}: that is the factory; call it: {what}=ya.schedules.{name}()")
 
 
 def _schedule(
