@@ -157,11 +157,8 @@ def definitions(package: str) -> dict[str, str]:
     file = next((file for file in map(folder.joinpath, ("__init__.pyi", "__init__.py")) if file.is_file()), None)
     found: dict[str, str] = {}
     for node in ast.walk(ast.parse(file.read_text() if file else "")):
-        match node:
-            case ast.ImportFrom(module=str(module), names=names):
-                found |= {alias.name: f"{module}.{alias.name}" for alias in names}
-            case ast.Assign(targets=[ast.Name("_LATE")]):
-                found |= {name: f"{module}.{name}" for name, module in ast.literal_eval(node.value).items()}
+        if isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 

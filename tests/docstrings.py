@@ -23,7 +23,7 @@ FIELDS = re.compile(r"[a-z_]+(, [a-z_]+)*: ")
 RETIRED = re.compile("(parcel|mail|deal|dealt|sight|lever|weigh|draft)s?", re.IGNORECASE)
 """Words that the library no longer uses, in names, docstrings and comments: it has messages, splits rows, and so on."""
 
-CORE = ("params", "program", "proof", "schedules", "runtime")
+CORE = ("params", "program", "proof", "schedules", "runtime", "pipelines")
 ONE_MEANING = {
     "part": "program/ops.py proof/gradients.py runtime/state.py",
     "parts": "program/trace.py program/program.py",

@@ -28,7 +28,7 @@ def test_it_tells_how_to_add_each_kind_of_thing() -> None:
 
 def test_the_files_of_an_op_are_those_that_design_tells() -> None:
     design = doc("design").split("**To add an op: five files.**")[1].split("```")[0]
-    told = re.findall(r"^    (\S+\.py) ", design.split("A slot filled from a slot")[0], re.M)
+    told = re.findall(r"^    (\S+\.pyi?) ", design.split("A slot filled from a slot")[0], re.M)
     assert len(told) == 5 and {f"yafsdp_fn/{file}" for file in told} <= {file for file, _ in ROWS}
 
 

@@ -25,8 +25,9 @@ from tests.harness.pages import blocks
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS
 from tests.steps.staged import test_exact_stages as staged
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.proof.verify import RULES
-from yafsdp_fn.schedules import Program, one_f_one_b
+from yafsdp_fn.schedules import Program, builders, one_f_one_b
 
 ENTRIES = {entry.name: entry for entry in make.PUBLISHED}
 QUICK = ("zero3", "hpz", "1f1b")
@@ -66,7 +67,7 @@ def test_a_program_is_read_back_as_it_was(name: str) -> None:
 def test_every_published_schedule_is_there() -> None:
     """Every factory of ya.schedules that takes no order or rows from its user."""
     lines = "".join(entry.line for entry in make.PUBLISHED)
-    for factory in (*ya.schedules.builders.FACTORIES, *ya.schedules.pipelines.FACTORIES):
+    for factory in (*builders.FACTORIES, *orders.FACTORIES):
         assert f"ya.schedules.{factory}(" in lines
 
 

@@ -149,7 +149,7 @@ CORE = """
 import sys
 import yafsdp_fn as ya
 ours = lambda: {name for name in sys.modules if name.startswith("yafsdp_fn")}
-assert ours() == {"yafsdp_fn"}, ours()
+assert ours() == {"yafsdp_fn", "yafsdp_fn.util", "yafsdp_fn.util.late_names"}, ours()  # which finds the others
 for verb in ("init", "shard", "mesh", "scan", "train_step", "grad", "linear", "verify"):
     getattr(ya, verb)
 print(sorted({name.split(".")[1] for name in ours() - {"yafsdp_fn"}}))

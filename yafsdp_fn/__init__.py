@@ -4,18 +4,13 @@
 `import yafsdp_fn` costs nothing, and programs are built, proved and simulated without torch (docs/playground).
 """
 
-import ast
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
-_HOMES = {
-    alias.name: node.module
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text()).body
-    if isinstance(node, ast.ImportFrom) and node.module
-    for alias in node.names
-}
+from yafsdp_fn.util.late_names import homes_of, imported
+
+_HOMES = homes_of(__file__)
 _MODULES = [name for name, home in _HOMES.items() if home == __name__]
 
 __version__ = "0.1.0"
@@ -27,11 +22,10 @@ def __getattr__(name: str) -> Any:
         return import_module(f"{__name__}.{name}")
     if name in _HOMES:
         try:
-            globals()[name] = found = getattr(import_module(_HOMES[name]), name)
+            return imported(__name__, _HOMES, name)
         except ModuleNotFoundError as error:
             without = f"without {error.name}, which is not installed"
             raise AttributeError(f"module 'yafsdp_fn' has no attribute {name!r} {without}") from error
-        return found
     from yafsdp_fn.util.foreign_names import hint
 
     if found := hint(name):

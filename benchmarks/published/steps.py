@@ -24,6 +24,7 @@ from benchmarks.published.runs import UNSTATED, Refused, Run
 from models import gpt2
 from models.parts import layers
 from yafsdp_fn.lab import peers
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import CLUSTERS, Cluster, predict_memory, trace
 from yafsdp_fn.planner.costs import UPDATE_BYTES, by_ops
 from yafsdp_fn.planner.plan import axes as mesh_of
@@ -32,7 +33,7 @@ from yafsdp_fn.planner.simulate import tasks
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.trace import Visit
-from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, pipelines, remat
+from yafsdp_fn.schedules import Assignment, Norm, Program, Trace, chained_order, remat
 
 # ---- Clusters.
 
@@ -125,9 +126,9 @@ def _across_stages(run: Run, one: Trace, microbatches: int, again: Any) -> Progr
     """A pipeline, whose stages gather weights once and reduce gradients once a step."""
     kind = _EvenByVisits if run.by_layers else Order
     order = kind(run.order, run.stages, run.per_stage, microbatches)
-    build: Any = pipelines.FACTORIES.get(run.order)
+    build: Any = orders.FACTORIES.get(run.order)
     if run.order == "zero_bubble_2p":
-        build = functools.partial(pipelines.staged, functools.partial(pipelines.zero_bubble_calls, depth=2))
+        build = functools.partial(orders.staged, functools.partial(orders.zero_bubble_calls, depth=2))
     whole = order.whole(one, (("stage", run.stages), *_mesh(run, one)))
     made: Program = build(ya.schedules.zero1(remat=again, update=run.apart))(whole)
     if not run.apart:

@@ -56,9 +56,11 @@ def library(path: Path) -> None:
     ran = subprocess.run(code, env={"PYTHONPATH": f"{ROOT}:{HERE}"}, capture_output=True, text=True)
     if ran.returncode:
         raise SystemExit(f"the library does not import without torch:\n{ran.stderr}")
+    files = list(map(Path, json.loads(ran.stdout)))
+    files += [stub for file in files if (stub := file.with_suffix(".pyi")).is_file()]  # where packages list their names
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.write(HERE / "playground.py", "playground.py")
-        for file in [ROOT / "yafsdp_fn" / "__init__.pyi", *map(Path, json.loads(ran.stdout))]:
+        for file in files:
             archive.write(file, file.relative_to(ROOT))
 
 

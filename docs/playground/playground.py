@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from typing import Any, Literal, get_args, get_origin
 
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import Plan, read_by
@@ -27,7 +28,7 @@ from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace, arguments, chained_order
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import builders, pipelines
+from yafsdp_fn.schedules import builders
 from yafsdp_fn.timeline.layout import GREY, BoxRow, Palette, of_stage, of_stages
 from yafsdp_fn.timeline.text import longest, shown
 from yafsdp_fn.timeline.timeline import Timeline
@@ -65,7 +66,7 @@ class Playground:
         return {
             "clusters": list(CLUSTERS),
             "builders": {name: _options(factory) for name, factory in builders.FACTORIES.items()},
-            "orders": list(pipelines.FACTORIES),
+            "orders": list(orders.FACTORIES),
             "ops": {name: [_field(op, field) for field in op._fields] for name, op in NAMES.items()},
         }
 
@@ -120,7 +121,7 @@ class Playground:
             factory: Any = builders.FACTORIES[settings["builder"]]
             schedule = factory(**settings["options"])
             if settings["stages"] > 1:
-                schedule = pipelines.FACTORIES[settings["order"]](schedule)
+                schedule = orders.FACTORIES[settings["order"]](schedule)
             found = schedule(trace)
         palette, units = Palette(found.trace), range(len(found.trace.units))
         light, dark = ([palette.of(unit, dark) for unit in units] for dark in (False, True))
@@ -141,7 +142,7 @@ class Playground:
         if count < 1:
             raise ValueError(f"{count} microbatches: expected one or more")
         if settings["stages"] > 1:
-            order = Order(settings["order"], settings["stages"], pipelines.SEGMENTS.get(settings["order"], 1), count)
+            order = Order(settings["order"], settings["stages"], orders.SEGMENTS.get(settings["order"], 1), count)
             return order.whole(trace, (("stage", settings["stages"]), *mesh))
         return trace.on(mesh)._replace(microbatches=count, order=chained_order(trace.visits, count))
 

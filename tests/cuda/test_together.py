@@ -27,9 +27,10 @@ from tests.harness.problems import PROBLEMS
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.extras.cuda_graphs import CudaCapture
 from yafsdp_fn.optim import muon
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.proof import deadlock
 from yafsdp_fn.runtime.programs import Programs
-from yafsdp_fn.schedules import Call, Gather, Receive, Reduce, pipelines
+from yafsdp_fn.schedules import Call, Gather, Receive, Reduce
 
 s, remat = ya.schedules, ya.schedules.remat
 Plant = Callable[[pytest.MonkeyPatch, int], object]
@@ -120,7 +121,7 @@ def test_all_ends_whenever_hosts_wait_for_their_devices(name: str) -> None:
 
 def ahead(patch: pytest.MonkeyPatch, rank: int) -> None:
     """Receives are a call ahead of what takes them, whether or not their senders wait for that call."""
-    well = pipelines.with_messages
+    well = orders.with_messages
 
     def with_messages(split: Any, rows: Any, *pace: Any) -> Any:
         lists = well(split, rows, *pace)
@@ -131,7 +132,7 @@ def ahead(patch: pytest.MonkeyPatch, rank: int) -> None:
                     items.insert(calls[-1], items.pop(at))
         return lists
 
-    patch.setattr(pipelines, "with_messages", with_messages)
+    patch.setattr(orders, "with_messages", with_messages)
     patch.setattr(deadlock, "_stuck", lambda rows: [])
 
 

@@ -17,6 +17,7 @@ from tests.program.traces import cut, model, on
 from tests.proof.stages_reference import right
 from tests.schedules.cases import EVERY
 from yafsdp_fn.interop.actions import read_rows, written
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.schedules import (
     AllReduce,
     Gather,
@@ -28,7 +29,6 @@ from yafsdp_fn.schedules import (
     Trace,
     from_actions,
     one_f_one_b,
-    pipelines,
     staged,
     verify,
     zero1,
@@ -121,7 +121,7 @@ def test_csv_and_torchs_own_dict(tmp_path: Path) -> None:
 def test_our_own_orders_come_back() -> None:
     trace = cut(model(6, 5), (0, 1, 2))
     assert trace.split is not None
-    rows = pipelines.one_f_one_b_calls(trace.split, 5)
+    rows = orders.one_f_one_b_calls(trace.split, 5)
     again = from_actions([[written(call) for call in row] for row in rows], zero1())(trace)
     assert again == one_f_one_b(zero1())(trace)
 
@@ -208,7 +208,7 @@ def test_both_at_once_and_an_evaluation() -> None:
         TRACE
     )
     forward = cut(model(4, 3, backward=False), (0, 1))
-    assert from_actions(rows)(forward) == staged(pipelines.forward_only)(forward)
+    assert from_actions(rows)(forward) == staged(orders.forward_only)(forward)
 
 
 # ---- errors

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
 from tests.planner.pipelines import NO_LINKS, chain
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.planner.orders import CallGraph, Rows, Search, Simulator
 from yafsdp_fn.program.split import Call, Flow, Split
-from yafsdp_fn.schedules import Program, Trace, pipelines, staged, verify, zero1
+from yafsdp_fn.schedules import Program, Trace, staged, verify, zero1
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "published_bubbles.csv"
 
@@ -92,7 +93,7 @@ def calls_of(row: Row, split: Split) -> CallGraph:
     return CallGraph(split.homes, row.microbatches, forward, inputs, weights, row.T_comm_ms / 1e3, held, between)
 
 
-zero_bubble_2 = functools.partial(pipelines.zero_bubble_calls, depth=2)
+zero_bubble_2 = functools.partial(orders.zero_bubble_calls, depth=2)
 """ZB-H2."""
 
 
@@ -169,12 +170,12 @@ def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]
     p, m = row.stages, row.microbatches
     loop, several = split_of(p), split_of(p, MODELS[row.model].segments)
     calls, of_several = calls_of(row, loop), calls_of(row, several)
-    interleaved = pipelines.interleaved_calls(several, m)
+    interleaved = orders.interleaved_calls(several, m)
     last = [s for s, home in enumerate(several.homes) if home == p - 1 and s + 1 < len(several.homes)]
     others = [Call("backward", s, number) for s in last for number in range(m) if number % p]
-    h1, h2 = pipelines.zero_bubble_calls(loop, m), zero_bubble_2(loop, m)
+    h1, h2 = orders.zero_bubble_calls(loop, m), zero_bubble_2(loop, m)
     found = {
-        "1F1B": bubble(calls, pipelines.one_f_one_b_calls(loop, m)),
+        "1F1B": bubble(calls, orders.one_f_one_b_calls(loop, m)),
         "1F1B_I": bubble(of_several, interleaved),
         "1F1B_I*": bubble(of_several, interleaved, others),
         "ZB_H1": bubble(calls, h1),

@@ -6,11 +6,10 @@ import math
 
 from tests.planner.test_simulate import FREE
 from tests.program.traces import layers, trace_of
-from yafsdp_fn.program.cut import cut
+from yafsdp_fn.pipelines.assign import Shape
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.split import Argument
-from yafsdp_fn.schedules import Program, Schedule, Trace
-from yafsdp_fn.schedules.assign import Shape, assign
+from yafsdp_fn.schedules import Program, Schedule, Trace, assign, cut
 
 NO_LINKS = FREE.replace(gpus_per_node=1, node_bandwidth=math.inf, network_bandwidth=math.inf)
 """1 TFLOP/s, messages take no time."""

@@ -16,13 +16,14 @@ from tests.planner.test_search import CONFIG, SLOW, budgets, traced
 from tests.program.traces import MESHES, Mesh
 from tests.schedules.strategies import choices, traces
 from yafsdp_fn.lab import peers
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import Bound, Cluster, Plan, bound, predict_memory, search, simulate
 from yafsdp_fn.planner.search import staged_points
 from yafsdp_fn.planner.space import arrangements
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.ops import Gather, Update
 from yafsdp_fn.program.trace import Encoding, UnitSpec, Visit, chained_order
-from yafsdp_fn.schedules import Program, Trace, alternating_slots, build, own_slots, pipelines, remat, verify, zero1
+from yafsdp_fn.schedules import Program, Trace, alternating_slots, build, own_slots, remat, verify, zero1
 from yafsdp_fn.timeline.text import shown
 
 ROUNDING = 1 + 1e-9
@@ -165,7 +166,7 @@ def test_it_meets_the_zero_bubble_order(stages: int) -> None:
     """With the memory of as many microbatches as there are stages no order is faster than ZB-H1, whose halves are as
     long as its forwards."""
     trace = with_graphs(chain(stages, 3 * stages), 10**12)
-    program = verify(pipeline(trace, stages, pipelines.zero_bubble(zero1())))
+    program = verify(pipeline(trace, stages, orders.zero_bubble(zero1())))
     memory = predict_memory(program).peak_bytes
     seconds = simulate(program, NO_LINKS).seconds
     found = bound(program.trace, NO_LINKS, memory)

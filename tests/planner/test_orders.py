@@ -6,17 +6,17 @@ import pytest
 
 from tests.harness.marks import nightly
 from tests.planner.bubbles import bubble, calls_of, published, rows, simulated, split_of, trace_of, zero_bubble_2
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import bound
 from yafsdp_fn.planner.orders import Search, evaluate
-from yafsdp_fn.schedules import pipelines
 
 ROW = rows()[0]
 ORDERS = {
-    "1f1b": (1, False, pipelines.one_f_one_b_calls),
-    "interleaved": (3, False, pipelines.interleaved_calls),
-    "h1": (1, False, pipelines.zero_bubble_calls),
+    "1f1b": (1, False, orders.one_f_one_b_calls),
+    "interleaved": (3, False, orders.interleaved_calls),
+    "h1": (1, False, orders.zero_bubble_calls),
     "h2": (1, False, zero_bubble_2),
-    "v": (2, True, pipelines.v_shaped_calls),
+    "v": (2, True, orders.v_shaped_calls),
 }
 
 
@@ -48,7 +48,7 @@ def test_the_bubbles_that_the_paper_gives(row: object) -> None:
 def test_what_is_found(v: bool, memory: int) -> None:
     split = split_of(4, v=v)
     calls = calls_of(ROW._replace(stages=4, microbatches=6), split)
-    start = (pipelines.v_shaped_calls if v else pipelines.zero_bubble_calls)(split, 6)
+    start = (orders.v_shaped_calls if v else orders.zero_bubble_calls)(split, 6)
     search = Search(calls, memory, starts=[start])
     search.run(400)
     assert search.moves == 400
@@ -66,6 +66,6 @@ def test_what_is_found(v: bool, memory: int) -> None:
 def test_rows_that_wait_for_each_other() -> None:
     split = split_of(2)
     calls = calls_of(ROW._replace(stages=2, microbatches=1), split)
-    good = pipelines.one_f_one_b_calls(split, 1)
+    good = orders.one_f_one_b_calls(split, 1)
     with pytest.raises(ValueError, match=r"the calls wait for each other: stage . for ever"):
         evaluate(calls, [good[0][::-1], good[1]])

@@ -14,14 +14,14 @@ import yafsdp_fn as ya
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.planner.test_search import SLOW, TX, planned, traced
 from tests.planner.test_simulate import GB, times
+from yafsdp_fn.pipelines.orders import FACTORIES, gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.planner import DoesNotFit, Plan, plan, predict_memory, search, simulate
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.program.measured import Cost, OptimizerMemory, Value
 from yafsdp_fn.program.ops import Backward, Receive, Send
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import Trace, pipelines, remat, zero1, zero2
-from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
+from yafsdp_fn.schedules import Trace, remat, zero1, zero2
 from yafsdp_fn.timeline.text import shown
 
 # ---- bubbles, of equal segments with B = 2 F and I = W = F
@@ -44,7 +44,7 @@ def test_bubbles_of_the_textbooks(name: str, stages: int) -> None:
     shape: Any = "v" if name == "v_shaped" else "loop"
     for microbatches in (2 * stages, 2 * stages + 1):
         trace = chain(stages * per_stage, microbatches)
-        made = verify(pipeline(trace, stages, pipelines.FACTORIES[name](zero1()), per_stage, shape))
+        made = verify(pipeline(trace, stages, FACTORIES[name](zero1()), per_stage, shape))
         timeline = simulate(made, NO_LINKS)
         assert timeline.bubble == pytest.approx(formula(stages, microbatches), abs=1e-12)
         idle = sum(timeline.bubbles().values())

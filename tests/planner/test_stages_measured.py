@@ -16,12 +16,13 @@ import yafsdp_fn as ya
 from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
+from yafsdp_fn.pipelines import orders
+from yafsdp_fn.pipelines.assign import assign
 from yafsdp_fn.planner import simulate
 from yafsdp_fn.planner.space import Order
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.schedules import pipelines, zero1
-from yafsdp_fn.schedules.assign import assign
+from yafsdp_fn.schedules import zero1
 from yafsdp_fn.timeline import Timeline
 
 FORWARD, MICROBATCHES, STEPS = float(os.environ.get("SLEEP", "0.015")), 4, 2
@@ -48,7 +49,7 @@ def built(order: str) -> Program:
         visits.append(visit._replace(cost=sleeps._replace(arguments=visit.cost.arguments)))
     trace = trace._replace(visits=tuple(visits))
     whole = Order(order, 2, ORDERS[order], MICROBATCHES).whole(trace, (("stage", 2), ("shard", 1)))
-    return pipelines.FACTORIES[order](zero1())(whole)
+    return orders.FACTORIES[order](zero1())(whole)
 
 
 def timelines(mesh: Any, order: str) -> list[Timeline]:
@@ -56,7 +57,7 @@ def timelines(mesh: Any, order: str) -> list[Timeline]:
     tx, made = ya.optim.sgd(1e-3), built(order)
     assignment = assign(made.trace, 2, per_stage=ORDERS[order])
     state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", stage=2), stages=assignment)
-    step = ya.train_step(Loss(FORWARD), tx, schedule=pipelines.FACTORIES[order](zero1()), microbatches=MICROBATCHES)
+    step = ya.train_step(Loss(FORWARD), tx, schedule=orders.FACTORIES[order](zero1()), microbatches=MICROBATCHES)
     data = batch().repeat(MICROBATCHES // 2, 1)
     state, _ = step(state, data)
     with ya.timeline.record() as recording:

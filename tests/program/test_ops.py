@@ -12,6 +12,7 @@ from tests.program.test_hazards import EVERY_OP
 from tests.program.traces import cut, on, trace_of, unit
 from tests.schedules.cases import LARGER, SMALL, program
 from yafsdp_fn.extras.offload import HostActivationBuffers
+from yafsdp_fn.pipelines.stage_io import MessageBuffers
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.ops import (
@@ -37,7 +38,6 @@ from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
 from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.stage_io import MessageBuffers
 from yafsdp_fn.runtime.works import WORKS, fills_of
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 

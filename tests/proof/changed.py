@@ -6,15 +6,15 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from tests.pipelines.orders import ORDERS, homes
 from tests.program.traces import cut, model, on, trace_of, unit
 from tests.proof.mutants import mutant
 from tests.schedules.drawn import ON_STAGES, builder
-from tests.schedules.pipelines import ORDERS, homes
+from yafsdp_fn.pipelines import orders
+from yafsdp_fn.pipelines.messages import with_messages
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.schedules import Program, Receive, Refused, Send, Trace, Update, UpdateWhen, pipelines
-from yafsdp_fn.schedules.messages import with_messages
-from yafsdp_fn.schedules.pipelines import pipeline
+from yafsdp_fn.schedules import Program, Receive, Refused, Send, Trace, Update, UpdateWhen
 
 Lists = list[list[Any]]
 """Of each stage, its calls and messages."""
@@ -191,14 +191,14 @@ def a_pipeline(
     trace = of(rng, order, mesh, updates)
     assert trace.split is not None
     lists: Lists = [
-        list(items) for items in with_messages(trace.split, pipelines.ORDERS[order](trace.split, trace.microbatches))
+        list(items) for items in with_messages(trace.split, orders.ORDERS[order](trace.split, trace.microbatches))
     ]
     changes = max(least, rng.choice((0, 1, 1, 1, 1, 2, 2)))
     try:
         while changes and rng.random() < 0.25:
             lists = changed_lists(lists, rng)
             changes -= 1
-        made = pipeline(trace, lists, schedule)
+        made = orders.pipeline(trace, lists, schedule)
     except (Refused, LookupError, ValueError, AssertionError):
         return None
     for _ in range(changes):

@@ -18,16 +18,16 @@ import pytest
 
 from tests.harness.marks import by_day
 from tests.interop.test_actions import FAMILIES, rows_of, trace_for
+from tests.pipelines.orders import ORDERS, homes
 from tests.program.traces import cut, model, on
 from tests.proof.changed import a_pipeline, any_change, odd_step_of
 from tests.proof.mutants import mutants
 from tests.proof.stages_reference import right
 from tests.schedules.cases import EVERY
-from tests.schedules.pipelines import ORDERS, homes
 from yafsdp_fn.interop.actions import written
+from yafsdp_fn.pipelines.orders import FACTORIES, one_f_one_b_calls
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.schedules import Program, Refused, Schedule, Trace, from_actions, verify, zero1, zero2, zero3
-from yafsdp_fn.schedules.pipelines import FACTORIES, one_f_one_b_calls
 
 Rows = list[list[str]]
 MICROBATCHES = dict.fromkeys(FAMILIES, 4) | {"DualPipeV": 8}

@@ -16,10 +16,10 @@ from matplotlib.colors import to_rgb
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.program.traces import model, on
 from yafsdp_fn.lab.peers import Copy
+from yafsdp_fn.pipelines.orders import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.planner import Cluster, simulate
 from yafsdp_fn.program.measured import Value
 from yafsdp_fn.schedules import Backward, Forward, Gather, Reduce, Schedule, Trace, remat, zero1, zero2, zero3
-from yafsdp_fn.schedules.pipelines import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.timeline import Span, Timeline
 from yafsdp_fn.timeline.layout import MANY_SLOTS, Palette, on_ramp
 from yafsdp_fn.timeline.perfetto import document

@@ -21,11 +21,12 @@ from train import schedule_names
 from train.config import Inside
 from train.running import setup
 from yafsdp_fn.lab import peers
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import Cluster, trace
 from yafsdp_fn.planner.cluster import cluster, nearest
 from yafsdp_fn.planner.plan import axes
 from yafsdp_fn.planner.space import Order
-from yafsdp_fn.schedules import Trace, pipelines
+from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.mesh_axes import MOST_RANKS
 
 MOST = {"gpus": MOST_RANKS, "batch": 2**16, "microbatches": 2**9, "replicate": MOST_RANKS}
@@ -177,9 +178,9 @@ class Pipeline(NamedTuple):
     def read(name: str) -> Pipeline:
         """`one_f_one_b-stages4-zero1`, or the name of a schedule without stages. Raises ValueError."""
         order, *words = name.split("-")
-        if order not in pipelines.FACTORIES:
+        if order not in orders.FACTORIES:
             return Pipeline("", 1, 1, name)
-        numbers = {"stages": 0, "segments": pipelines.SEGMENTS.get(order, 1)}
+        numbers = {"stages": 0, "segments": orders.SEGMENTS.get(order, 1)}
         while words and (found := re.fullmatch("(stages|segments)([0-9]+)", words[0])):
             numbers[found[1]] = int(found[2])
             del words[0]
@@ -189,7 +190,7 @@ class Pipeline(NamedTuple):
 
     def factory(self, inside: Factory) -> Factory:
         """The factory of the pipeline. inside: that of what a stage does"""
-        return lambda remat: pipelines.FACTORIES[self.order](inside(remat=remat))
+        return lambda remat: orders.FACTORIES[self.order](inside(remat=remat))
 
     def cut(self, trace: Trace) -> Trace:
         """The step on stages. trace: on the ranks of one of them"""

@@ -20,6 +20,7 @@ from train.config import SAVED, ConfigError, Mesh, Optim, Sharding, is_own, own_
 from train.data.tokenizer import Bytes, Tokenizer
 from train.settings import Settings
 from yafsdp_fn.api.train_step import TrainStep
+from yafsdp_fn.pipelines.orders import V_SHAPED
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.schedules.builders import AnySchedule
 
@@ -186,7 +187,7 @@ def assignment(config: Settings, model: Shape, params: Any) -> ya.schedules.Assi
     tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)
     trace = ya.planner.trace(models.of(model).loss(model), params, {"tokens": tokens, "targets": tokens})
     try:
-        shape: Any = "v" if stages.order in ya.schedules.pipelines.V_SHAPED else "loop"
+        shape: Any = "v" if stages.order in V_SHAPED else "loop"
         return ya.schedules.assign(trace, stages.stage, per_stage=stages.per_stage, shape=shape)
     except ValueError as error:
         raise ConfigError(f"--mesh.stage {stages.stage}, --mesh.order {stages.order}: {error}") from error

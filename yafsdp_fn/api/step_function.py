@@ -1,19 +1,15 @@
-"""A user's loss with its programs and its calls in a step: shared by train_step, value_and_grad, grad and eval_step.
+"""A user's loss with its programs and its steps: shared by train_step, value_and_grad, grad and eval_step.
 
     ran = StepFunction(loss, ...).run(arguments, memory, shards, seed)
 
-    for call in calls:                 # of a plain step: forward and backward of each microbatch in turn
-        forward                        out = fun(own parameters, the microbatch's part of the batch)
-        backward                       from the total and the visits' token: every visit gets one, in reverse order
-        weights                        what a backward in two halves has left for later
+    its program          known, given, or from a recorded call; across stages from a trace (pipelines/crossing.py)
+    session.run_calls    out = fun(own parameters, the microbatch's part of the batch), and its backward
 
 A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
 """
 
-import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -21,29 +17,32 @@ from weakref import WeakSet
 import optree
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
-from yafsdp_fn.communication.micro_shards import micro_shard_seed
-from yafsdp_fn.params.tree import Tree, must_be_function
+from yafsdp_fn.params.tree import must_be_function
+from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.runtime import consistency, errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
+from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.runtime import consistency
+from yafsdp_fn.runtime.arguments import (
+    INDEPENDENT,
+    Arguments,
+    Results,
+    Seed,
+    StepLoss,
+    add_to,
+    returned,
+)
 from yafsdp_fn.runtime.batch import batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
-from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.memory import StateMemory
-from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
-from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.shards import Shards
-from yafsdp_fn.runtime.stage_io import MessageBuffers, shapes
 from yafsdp_fn.runtime.state import StepUpdates
-from yafsdp_fn.schedules import Program, Trace, one_f_one_b, zero3
-from yafsdp_fn.schedules.builders import AnySchedule
+from yafsdp_fn.schedules.builders import AnySchedule, zero3
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 NOT_FROM_PLAIN = (
@@ -63,7 +62,11 @@ NOT_COMPILED = (
 
 def default_schedule(trace: Trace) -> Program:
     """The default schedule: `zero3`, and `one_f_one_b` across stages."""
-    return (zero3() if trace.split is None else one_f_one_b())(trace)
+    if trace.split is None:
+        return zero3()(trace)
+    from yafsdp_fn.pipelines.orders import one_f_one_b
+
+    return one_f_one_b()(trace)
 
 
 class FunctionRun(NamedTuple):
@@ -164,8 +167,6 @@ class StepFunction:
         """
         # gradients that would be of a part alone
         comms, track = memory.comms, self.track
-        if comms.stages > 1 and arguments.plain:
-            raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
         if comms.deterministic and track and arguments.plain:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
@@ -180,8 +181,7 @@ class StepFunction:
             # its session
             observe = OBSERVE.get()
             observer = None if observe is None else observe(comms.device.type == "cuda")
-            activations = MessageBuffers if comms.stages > 1 else _activation_buffers
-            kind = StageSession if comms.stages > 1 else Session
+            kind = Session if comms.stages == 1 else _stage_session()
             with comms.guarded(f"the slots of step {seed.step}"):
                 session = kind(
                     memory,
@@ -192,13 +192,13 @@ class StepFunction:
                     observer=observer,
                     updates=updates,
                     replays=self._replays_on(comms.device),
-                    activations=activations,
+                    activations=_activation_buffers,
                 )
             # the step
             learns = not verified.runs and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 session.start()
-                results = _run_calls(session, arguments, self.has_aux, seed)
+                results = session.run_calls(StepLoss(arguments, self.has_aux, seed))
                 if updates is not None:
                     updates.begin(results.losses, results.aux)
                 session.finish()
@@ -214,40 +214,33 @@ class StepFunction:
 
     def _known_program(self, arguments: Arguments, memory: StateMemory, shards: Shards | None, seed: Seed) -> Verified:
         """Returns the program to run, and learns it before the first run."""
-        comms = memory.comms
-        batch = None if comms.stages == 1 else shapes(arguments.rest)
-        known, key = self.programs.known, (memory.key, arguments.microbatches, batch)
-        if key in known:
-            found = known[key] = known.pop(key)  # the last to run
-            return found
-        if comms.stages == 1:
-            given = self.programs.given(memory, arguments.microbatches)
-            if given is not None:
-                return self.programs.remember(given, memory)
-            return self._recorded(arguments, memory, shards is not None, seed)
-        from yafsdp_fn.tracing.stages import crossing_of
+        programs = self.programs
+        if memory.comms.stages > 1:
+            from yafsdp_fn.pipelines.crossing import program_of
 
-        must_be_same(arguments.rest, comms)
-        crossing = crossing_of(arguments, memory, self.programs)
-        cut = self.programs.build(crossing.trace, comms.stage, crossing)
-        return self.programs.remember(cut, memory, batch)
+            return program_of(arguments, memory, programs)
+        known = programs.known.get((memory.key, arguments.microbatches, None))
+        if known is not None:
+            return known
+        given = programs.given(memory, arguments.microbatches)
+        if given is not None:
+            return programs.remember(given, memory)
+        return self._recorded(StepLoss(arguments, self.has_aux, seed), memory, shards is not None)
 
-    def _recorded(self, arguments: Arguments, memory: StateMemory, trains: bool, seed: Seed) -> Verified:
+    def _recorded(self, loss: StepLoss, memory: StateMemory, trains: bool) -> Verified:
         """Learns the program from a call of the function on the first microbatch, which draws the random numbers of
         the step."""
-        comms = memory.comms
+        arguments, step = loss.arguments, loss.seed.step
         if self.track:
             arguments.check_rest()
         # a call without backward, on the numbers of the first microbatch
-        recording = CallRecording(memory, seed.step, differentiates=self.track, trains=trains)
+        recording = CallRecording(memory, step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
-        with _run_by(recording, collectives, arguments, f"before step {seed.step}"):
+        with _run_by(recording, collectives, arguments, f"before step {step}"):
             recording.begin(FIRST)
-            counter = counter_of(comms, seed, microbatch=0)
-            around = seeded(counter.seed_beside(LOSS), comms.device)
-            with torch.set_grad_enabled(self.track), counting(counter), around, recording.watch():
-                mean, aux = returned(arguments.call(0, recording, self.track, copied=True), self.has_aux)
-            recording.end(FIRST, {})
+            with recording.watch():
+                mean, aux = recording.call_loss(loss, 0, copied=True)
+            recording.end()
             recording.compare(mean.total, _outline(aux), arguments.plain)
             trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
             verified = self.programs.remember(self.programs.build(trace), memory)
@@ -288,130 +281,16 @@ def _run_by(runner: VisitRunner, known: dict[Any, Any], arguments: Arguments, af
         comms.called = around
 
 
+def _stage_session() -> type[Session]:
+    from yafsdp_fn.pipelines.session import StageSession
+
+    return StageSession
+
+
 def _activation_buffers(memory: StateMemory, number: object) -> ActivationBuffers:
     from yafsdp_fn.extras.offload import HostActivationBuffers
 
     return HostActivationBuffers(memory, number)
-
-
-# ---- The calls of a step.
-
-
-def counter_of(comms: Communicators, seed: Seed, microbatch: int) -> VisitCounter:
-    """Returns the counter that seeds a microbatch, on all stages alike."""
-    if comms.deterministic:
-        return VisitCounter(seed.seed, seed.step, *micro_shard_seed(comms, microbatch), batch_rank=0, ranks=comms)
-    rank, batch_rank = comms.seed_rank, comms.batch_rank
-    return VisitCounter(seed.seed, seed.step, microbatch, rank, batch_rank=batch_rank, ranks=comms)
-
-
-class Passed(NamedTuple):
-    """A forward, until its backward.
-
-    arrived: by flow, the tensors that its segment took and that have a gradient; roots: by flow, the tensors that left,
-    whose gradients come back; own: further roots, with their gradients: the last token, and the loss if it is made here
-    """
-
-    arrived: dict[int, list[Tensor]]
-    roots: dict[int, list[GradientEdge]]
-    own: list[tuple[GradientEdge, Tensor]]
-
-
-def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed) -> Results:
-    """Runs the loss of one step in its session: forwards, backwards and later halves, in the program's order."""
-    comms, track, crossing = session.memory.comms, session.differentiates, session.verified.crossing
-    of_stage = None if crossing is None else StageResults(crossing, arguments.microbatches, comms.device)
-    results = Results([], [], [None] * len(arguments.plain))
-    # of leaves that the loss reads beside its visits, over all microbatches
-    leaves = [leaf for leaf in session.leaves if leaf.requires_grad]
-    leaf_grads: list[Tensor | None] = [None] * len(leaves)
-    passed: dict[tuple[int, int], Passed] = {}
-
-    def forward(call: Call) -> None:
-        arrived = session.begin(call)
-        counter = counter_of(comms, seed, call.microbatch)
-        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
-            # the loss
-            try:
-                # across stages, of other microbatches and segments at once, what it writes to its batch stays its own
-                given = arguments.call(call.microbatch, session, track, copied=crossing is not None)
-                mean, aux = returned(given, has_aux)
-            except Exception as error:
-                if session.explained(error) is error:  # under no name: a cycle through its traceback, and this frame
-                    raise
-                raise session.explained(error) from error
-        # what it has made, and what leaves for other segments
-        left = session.leaving()
-        has_loss = True
-        if of_stage is None:
-            _append(results, mean, aux)
-        else:
-            has_loss = of_stage.store(call, mean, aux)
-        session.end(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
-        if not track:
-            return
-        # for its backward: edges, not tensors, since what has left needs no memory here, nor has the loss
-        own = []
-        if has_loss:
-            if not mean.total.requires_grad:
-                raise ValueError(INDEPENDENT)
-            own.append((get_gradient_edge(mean.total), torch.ones_like(mean.total)))
-        # the token is a root, too: visits that the loss does not use get their backward, in its place
-        own.append((get_gradient_edge(session.token), torch.zeros_like(session.token)))
-        roots: dict[int, list[GradientEdge]] = {}
-        for flow, tensors in left.items():
-            roots[flow] = [get_gradient_edge(x) for x in smooth(crossing, flow, tensors)]
-        taken = {flow: smooth(crossing, flow, tensors) for flow, tensors in arrived.items()}
-        passed[call.segment, call.microbatch] = Passed(taken, roots, own)
-
-    def backward(call: Call) -> None:
-        # roots: the loss and the token, and what has left, whose gradients have come back
-        before = passed.pop((call.segment, call.microbatch))
-        back = session.begin(call)
-        roots = [root for root, _ in before.own]
-        seeds = [seed for _, seed in before.own]
-        for flow, edges in before.roots.items():
-            roots += edges
-            seeds += back.get(flow, [])
-        # ends: what has arrived, and leaves that the loss read beside its visits
-        arrived = [x for tensors in before.arrived.values() for x in tensors]
-        of_leaves = [*leaves, *arguments.plain] if crossing is None else []
-        drawn = counter_of(comms, seed, call.microbatch).seed_beside(BACKWARD)
-        collectives = _foreign_collectives_refused() if session.watch else nullcontext()
-        with seeded(drawn, comms.device), collectives:
-            grads = torch.autograd.grad(roots, [session.leaf_token, *arrived, *of_leaves], seeds, allow_unused=True)
-        rest = iter(grads[1:])
-        leaving: dict[int, list[Tensor | None]] = {}
-        for flow, tensors in before.arrived.items():
-            leaving[flow] = list(itertools.islice(rest, len(tensors)))
-        _add(leaf_grads, rest)
-        _add(results.grads, rest)
-        session.end(call, leaving)
-
-    for call in session.calls():
-        if call.kind == "forward":
-            forward(call)
-        elif call.kind == "weights":
-            assert isinstance(session, StageSession)
-            session.weights(call)
-        else:
-            backward(call)
-    found = iter(leaf_grads)
-    session.end_backward([next(found) if leaf.requires_grad else None for leaf in session.leaves])
-    if of_stage is None:
-        return results
-    return Results(of_stage.losses, of_stage.aux, [])
-
-
-@contextmanager
-def _foreign_collectives_refused() -> Iterator[None]:
-    """Raises where a gradient passes a collective of torch.distributed, unchanged, of which torch only warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "c10d::.*an autograd kernel was not registered")
-        try:
-            yield
-        except UserWarning as warned:
-            raise errors.not_by_torch(str(warned).partition(": an")[0]) from warned
 
 
 # ---- On plain tensors.
@@ -427,12 +306,12 @@ def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> R
         drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]
         with torch.set_grad_enabled(track), counting(counter), seeded(drawn, device):
             mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
-        _append(results, mean, aux)
+        results.append(mean, aux)
         if track:
             if not mean.total.requires_grad:
                 raise ValueError(INDEPENDENT)
             with seeded(back, device):
-                _add(results.grads, iter(torch.autograd.grad(mean.total, arguments.plain, allow_unused=True)))
+                add_to(results.grads, iter(torch.autograd.grad(mean.total, arguments.plain, allow_unused=True)))
     return results
 
 
@@ -442,29 +321,3 @@ def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> R
 def _outline(aux: Any) -> str:
     """Returns structure and shapes of aux, which must be equal on all ranks: reductions pack them together."""
     return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))
-
-
-def _append(results: Results, mean: Mean, aux: Tree) -> None:
-    results.losses.append(Mean(mean.total.detach(), mean.weight))
-    results.aux.append(optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, aux))
-
-
-def pair_of(out: Any) -> tuple[Any, Tree]:
-    """Returns loss and aux, as they came. Raises TypeError for anything else."""
-    if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
-        raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
-    return out
-
-
-def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
-    """Returns loss and aux from the function's result. Raises TypeError for anything else."""
-    out, aux = pair_of(out) if has_aux else (out, None)
-    mean = as_mean(out, depends=depends)
-    return mean, of_tensors(aux, mean.total.device)
-
-
-def _add(sums: list[Tensor | None], found: Iterator[Tensor | None]) -> None:
-    """Adds to each of `sums` the next of the gradients `found`, if there is one."""
-    for index, (before, grad) in enumerate(zip(sums, found, strict=False)):
-        if grad is not None:
-            sums[index] = grad if before is None else before + grad

@@ -16,12 +16,13 @@ from yafsdp_fn.communication.micro_shards import microbatches_on
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.measured import OptimizerMemory
+from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime.arguments import Seed
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.plain_state import PlainState
 from yafsdp_fn.runtime.reductions import Mean, combined, divided
 from yafsdp_fn.runtime.state import Measured, ShardedState, StepUpdates
-from yafsdp_fn.schedules import Program, Trace
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.foreign_names import with_hints
 from yafsdp_fn.util.squares import squared_norm, sum_of_squares
@@ -127,7 +128,7 @@ class TrainStep:
         memory, programs = state.check().memory, self._function.programs
         arguments = self._function.arguments((state.params, batch), {})
         if memory.comms.stages > 1:
-            from yafsdp_fn.tracing.stages import crossing_of
+            from yafsdp_fn.pipelines.crossing import crossing_of
 
             return self._with_optimizer(crossing_of(arguments, memory, programs).trace, memory)
         from yafsdp_fn.tracing.tracer import traced
@@ -145,7 +146,7 @@ class TrainStep:
         memory = state.check().memory
         batch_shapes = None
         if memory.comms.stages > 1:
-            from yafsdp_fn.runtime.stage_io import shapes
+            from yafsdp_fn.pipelines.crossing import shapes
 
             batch_shapes = shapes(self._function.arguments((state.params, batch), {}).rest)
         known = self._known(memory, batch_shapes)

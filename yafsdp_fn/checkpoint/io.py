@@ -27,7 +27,7 @@ from yafsdp_fn.communication.micro_shards import circumstances
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles
-from yafsdp_fn.program.cut import cut
+from yafsdp_fn.pipelines.cut import cut
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.memory import StateMemory

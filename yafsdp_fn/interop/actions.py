@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from yafsdp_fn.pipelines.messages import Item, in_calls, with_messages
+from yafsdp_fn.pipelines.orders import forward_only, pipeline, sharding_of, split_of, staged
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Op, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, Kind, Message, Split
@@ -17,8 +19,6 @@ from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import wrong_calls
 from yafsdp_fn.schedules.build import begun_early, sums_over_stages
 from yafsdp_fn.schedules.builders import Schedule
-from yafsdp_fn.schedules.messages import Item, in_calls, with_messages
-from yafsdp_fn.schedules.pipelines import forward_only, pipeline, sharding_of, split_of, staged
 
 # ---- Rows as torch writes them, read.
 #

@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, units_of, written
+from yafsdp_fn.pipelines.messages import in_calls
+from yafsdp_fn.pipelines.orders import split_of
 from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import AllReduce, Forward, Gather, MessageOp, Receive, Reduce, Stash
 from yafsdp_fn.program.program import Program
@@ -28,8 +30,6 @@ from yafsdp_fn.program.split import Split
 from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules.build import readers
-from yafsdp_fn.schedules.messages import in_calls
-from yafsdp_fn.schedules.pipelines import split_of
 
 Format = Literal["compute_only", "compute_comms"]
 """The content of rows, in torch's words: to computes alone torch adds messages, gathers and reductions itself."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, cast
 
 from yafsdp_fn import schedules
+from yafsdp_fn.interop.fsdp2 import groups_of, program_of
 from yafsdp_fn.planner.cluster import A100, Cluster, Phase
 from yafsdp_fn.planner.costs import through_memory
 from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Gather, Op, Reduce, Uses
@@ -23,7 +24,6 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.schedules.build import alternating_slots, build
 from yafsdp_fn.schedules.builders import Schedule, zero1, zero2
-from yafsdp_fn.schedules.fsdp2 import groups_of, program_of
 from yafsdp_fn.schedules.remat import Remat, policy
 
 COMMUNICATOR: Buffer = ("communicator",)

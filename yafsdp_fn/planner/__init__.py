@@ -1,7 +1,5 @@
 """Predicts what a program will cost before it runs: clusters, costs, simulation, memory, comparison, search."""
 
-import sys
-from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ from yafsdp_fn.planner.plan import DoesNotFit, Plan
 from yafsdp_fn.planner.search import Found, min_ckpt_layers, search
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.synthesize import Synthesized
+from yafsdp_fn.util.late_names import imported
 
 if TYPE_CHECKING or find_spec("torch"):  # programs are planned without it, losses are not
     from yafsdp_fn.planner.loss_plan import plan
@@ -25,11 +24,7 @@ __all__ += ["FormatsFound", "calibrate", "search_formats"]
 
 
 def __getattr__(name: str) -> Any:
-    if name != "calibrate":  # which needs ranks
-        raise AttributeError(
-            f"module 'yafsdp_fn.planner' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
-        )
-    return import_module("yafsdp_fn.lab.calibrate").calibrate
+    return imported(__name__, {"calibrate": "yafsdp_fn.lab.calibrate"}, name)  # which needs ranks
 
 
 def __dir__() -> list[str]:

@@ -10,13 +10,13 @@ from yafsdp_fn.api.step_function import StepFunction, default_schedule
 from yafsdp_fn.optim import GradientTransformation
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.pipelines.assign import assign
+from yafsdp_fn.pipelines.cut import cut
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.plan import Plan, axes, read_by
 from yafsdp_fn.planner.trace import trace
-from yafsdp_fn.program.cut import cut
 from yafsdp_fn.program.measured import KERNELS
 from yafsdp_fn.program.split import Assignment
-from yafsdp_fn.schedules.assign import assign
 from yafsdp_fn.schedules.builders import AnySchedule
 
 

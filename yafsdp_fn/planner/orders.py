@@ -16,12 +16,12 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
+from yafsdp_fn.pipelines.messages import Pace
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.ops import Backward, Forward, Send
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.schedules.messages import Pace
 
 Rows = Sequence[Sequence[Call]]
 """The calls of each stage, in order."""

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
+from yafsdp_fn.pipelines.orders import V_SHAPED
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
@@ -31,7 +32,7 @@ from yafsdp_fn.planner.synthesize import Report, Synthesized, synthesis
 from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
-from yafsdp_fn.schedules import Program, Schedule, chained_order, pipelines, remat, zero3
+from yafsdp_fn.schedules import Program, Schedule, chained_order, remat, zero3
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.util.mesh_axes import EXPERT
 
@@ -402,7 +403,7 @@ def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
     yield Order("one_f_one_b", stages, 1, microbatches)
     yield Order("zero_bubble", stages, 1, microbatches)
     if 2 * stages <= visits:
-        yield from (Order(name, stages, 2, microbatches) for name in pipelines.V_SHAPED)
+        yield from (Order(name, stages, 2, microbatches) for name in V_SHAPED)
     layers = len(remat.layer_visits(trace))
     for per_stage in range(2, visits // stages + 1):
         if layers % (stages * per_stage) and per_stage & (per_stage - 1):

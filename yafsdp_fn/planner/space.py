@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from yafsdp_fn.pipelines import orders
+from yafsdp_fn.pipelines.assign import Shape
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import arguments
@@ -19,11 +21,9 @@ from yafsdp_fn.schedules import (
     ddp,
     hpz,
     hsdp,
-    pipelines,
     remat,
     zero3,
 )
-from yafsdp_fn.schedules.assign import Shape
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.util.mesh_axes import inside_of
 from yafsdp_fn.util.words import counted
@@ -48,7 +48,7 @@ class Order(NamedTuple):
 
     def assignment(self, trace: Trace) -> Assignment:
         """Assigns the units of `trace` to stages, even by cost."""
-        shape: Shape = "v" if self.name in pipelines.V_SHAPED else "loop"
+        shape: Shape = "v" if self.name in orders.V_SHAPED else "loop"
         return assign(trace, self.stages, per_stage=self.per_stage, shape=shape)
 
     def whole(self, trace: Trace, mesh: Mesh) -> Trace:
@@ -59,7 +59,7 @@ class Order(NamedTuple):
 
     def rows(self, whole: Trace) -> list[list[Call]]:
         """Returns the calls of each stage in `whole`, a step that is cut so."""
-        return pipelines.ORDERS[self.name](pipelines.split_of(whole), whole.microbatches)
+        return orders.ORDERS[self.name](orders.split_of(whole), whole.microbatches)
 
 
 class Point(NamedTuple):
@@ -80,7 +80,7 @@ class Point(NamedTuple):
 
     def schedule(self) -> Schedule:
         inside = self.sharding()
-        return inside if self.order is None else pipelines.FACTORIES[self.order.name](inside)
+        return inside if self.order is None else orders.FACTORIES[self.order.name](inside)
 
     def sharding(self) -> Schedule:
         """Returns the schedule of one stage's part of a step, or of a step without stages."""

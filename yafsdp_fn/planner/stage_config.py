@@ -12,6 +12,8 @@ import random
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from yafsdp_fn.pipelines import orders
+from yafsdp_fn.pipelines.messages import UNIT, Pace
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.simulate import simulate
@@ -21,9 +23,8 @@ from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import pipelines, remat
+from yafsdp_fn.schedules import remat
 from yafsdp_fn.schedules.build import alternating_slots, build
-from yafsdp_fn.schedules.messages import UNIT, Pace
 
 Numbers = frozenset[int]
 """Numbers of visits or of units."""
@@ -110,7 +111,7 @@ class Design(NamedTuple):
             assert part.stage is not None
             return self.configs[part.stage].program(part)
 
-        return pipelines.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
+        return orders.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
 
 
 def _slots(trace: Trace, own: Numbers, width: int) -> dict[int, int]:

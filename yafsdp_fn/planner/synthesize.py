@@ -19,6 +19,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.footprint import gib
@@ -38,7 +39,7 @@ from yafsdp_fn.program.program import Program, stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.verify import verify
-from yafsdp_fn.schedules import pipelines, remat
+from yafsdp_fn.schedules import remat
 from yafsdp_fn.util.words import counted
 
 Report = Callable[[str], None]
@@ -285,7 +286,7 @@ class PipelineSynthesis(Synthesis):
         not fit leaves orders less room on its stages."""
         whole = cut.whole
         same = configs == cut.design.configs
-        rows = pipelines.whole_if_idle([[*row] for row in rows], pipelines.split_of(whole))
+        rows = orders.whole_if_idle([[*row] for row in rows], orders.split_of(whole))
         design = self._design(cut, configs, rows)
         found = outcome_of(lambda: design(whole), self.cluster, self.budget)
         held = evaluate(self._calls(whole, configs), rows).memory

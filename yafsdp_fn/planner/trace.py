@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import optree
 
-from yafsdp_fn.api.step_function import StepFunction, default_schedule, pair_of
+from yafsdp_fn.api.step_function import StepFunction, default_schedule
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
@@ -65,13 +65,8 @@ def trace(
         raise ValueError(f"trace: device={device!r}, expected 'cuda' or 'cpu'")
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx)
     axes, layout = _axes(ranks, mesh), _layout(params, tx)
-
-    def without_aux(params: Tree, batch: Tree) -> Any:
-        return pair_of(loss_fn(params, batch))[0]
-
-    fun = without_aux if has_aux else loss_fn
     with GpuAllocations() if device == "cuda" else nullcontext():
-        found, placement = trace_abstract(fun, layout, axes, precision, batch, microbatches)
+        found, placement = trace_abstract(loss_fn, layout, axes, precision, batch, microbatches, has_aux)
     return with_optimizer(step.programs.complete(found, placement), tx, skip_nonfinite, placement)
 
 

@@ -1,4 +1,5 @@
-"""The arguments of one call of a user's function: which are differentiated, and which part a microbatch gets."""
+"""The arguments of one call of a user's function: which are differentiated, and which part a microbatch gets; and what
+the function returns."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -7,13 +8,16 @@ from typing import Any, NamedTuple
 import optree
 from torch import Tensor
 
-from yafsdp_fn.communication.micro_shards import microbatches_on
+from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.micro_shards import micro_shard_seed, microbatches_on
 from yafsdp_fn.params.markers import Frozen
 from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, shape_of
 from yafsdp_fn.runtime.batch import NESTED, is_cut, split_batch
-from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.runtime.graph_walks import depends
+from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.shards import Shards
+from yafsdp_fn.util.randomness import VisitCounter
 
 INDEPENDENT = (
     "the loss does not depend on the differentiated arguments: it was detached or made anew (.item(), torch.tensor), "
@@ -35,6 +39,14 @@ class Seed(NamedTuple):
     rank: int = 0
     of_state: bool = True
 
+    def counter(self, comms: Communicators, microbatch: int) -> VisitCounter:
+        """Returns the counter that seeds a microbatch of a sharded state, on all stages alike."""
+        if comms.deterministic:
+            of_micro_shard = micro_shard_seed(comms, microbatch)
+            return VisitCounter(self.seed, self.step, *of_micro_shard, batch_rank=0, ranks=comms)
+        rank, batch_rank = comms.seed_rank, comms.batch_rank
+        return VisitCounter(self.seed, self.step, microbatch, rank, batch_rank=batch_rank, ranks=comms)
+
 
 class Results(NamedTuple):
     """The results of all microbatches of one call, not yet combined over ranks. grads: of the differentiated plain
@@ -43,6 +55,11 @@ class Results(NamedTuple):
     losses: list[Mean]
     aux: list[Tree]
     grads: list[Tensor | None]
+
+    def append(self, mean: Mean, aux: Tree) -> None:
+        """Adds those of the next microbatch."""
+        self.losses.append(Mean(mean.total.detach(), mean.weight))
+        self.aux.append(detached(aux))
 
 
 class Arguments:
@@ -184,6 +201,42 @@ class Arguments:
                 grads = tuple(zero(leaf) if g is None else g for g, leaf in of_group)
                 nodes.append(node.gradient(grads, record))
         return list(optree.tree_unflatten(self.spec, nodes))
+
+
+# ---- A loss in a step, and what it returns.
+
+
+class StepLoss(NamedTuple):
+    """The loss of a step: its function with the arguments of all microbatches. has_aux: it returns (loss, aux)"""
+
+    arguments: Arguments
+    has_aux: bool
+    seed: Seed
+
+
+def pair_of(out: Any) -> tuple[Any, Tree]:
+    """Returns loss and aux, as they came. Raises TypeError for anything else."""
+    if not isinstance(out, tuple) or len(out) != 2 or isinstance(out, Mean):
+        raise TypeError(f"has_aux=True: the function must return (loss, aux), got {type(out).__name__}")
+    return out
+
+
+def returned(out: Any, has_aux: bool) -> tuple[Mean, Tree]:
+    """Returns loss and aux from the function's result. Raises TypeError for anything else."""
+    out, aux = pair_of(out) if has_aux else (out, None)
+    mean = as_mean(out, depends=depends)
+    return mean, of_tensors(aux, mean.total.device)
+
+
+def detached(tree: Tree) -> Tree:
+    return optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, tree)
+
+
+def add_to(sums: list[Tensor | None], found: Iterator[Tensor | None]) -> None:
+    """Adds to each of `sums` the next of the gradients `found`, if there is one."""
+    for index, (before, grad) in enumerate(zip(sums, found, strict=False)):
+        if grad is not None:
+            sums[index] = grad if before is None else before + grad
 
 
 # ---- Names and zeros.

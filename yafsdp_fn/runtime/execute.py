@@ -6,15 +6,18 @@
                           next compute: each returns at once
 
 Visits without grad in a training step are in no program: they take the pure path, as all visits do while a first call
-is recorded (recording.py). What stages add is in pipeline.py.
+is recorded (recording.py). What stages add is in pipelines/session.py.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn.communication import flat
 from yafsdp_fn.communication.communicators import Communicators
@@ -35,16 +38,19 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to, returned
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
+from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import GradSlot, Shards
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
+from yafsdp_fn.util.randomness import BACKWARD, LOSS, counting, seeded
 
 # ---- The visits of a loss under way, in a step or while a call is recorded.
 
@@ -93,8 +99,8 @@ class VisitRunner:
 
     # ---- calls and visits
 
-    def begin(self, call: Call) -> dict[int, list[Tensor]]:
-        """Begins a call of the loss, or its backward. Returns what arrives for it, by flow: nothing without stages."""
+    def begin(self, call: Call) -> None:
+        """Begins a call of the loss, or its backward."""
         self.microbatch = call.microbatch
         self.differentiating = call.kind != "forward"  # any other backward through a visit is refused
         if call.kind == "forward":
@@ -102,10 +108,17 @@ class VisitRunner:
             self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
         if self.collectives is not None:
             self.collectives.begin_call(call, len(self.visits))
-        return {}
 
-    def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Ends a call. leaving: what leaves after it, by flow"""
+    def call_loss(self, loss: StepLoss, microbatch: int, *, copied: bool = False) -> tuple[Mean, Tree]:
+        """Calls the loss on a microbatch, under its random numbers. Returns its total, and aux. copied: on a copy of
+        its part of the batch, which the loss may write to"""
+        comms, track = self.memory.comms, self.differentiates
+        counter = loss.seed.counter(comms, microbatch)
+        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
+            return returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
+
+    def end(self) -> None:
+        """Ends a call."""
         self.differentiating = False
         if self.collectives is not None:
             self.collectives.end_call()
@@ -171,6 +184,21 @@ class VisitRunner:
 
 
 # ---- A step: its program, beside the visits.
+
+
+BackwardRoot = tuple[GradientEdge, Tensor]
+"""A root of a backward, and its gradient."""
+
+
+@contextmanager
+def _foreign_collectives_refused() -> Iterator[None]:
+    """Raises where a gradient passes a collective of torch.distributed, unchanged, of which torch only warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "c10d::.*an autograd kernel was not registered")
+        try:
+            yield
+        except UserWarning as warned:
+            raise errors.not_by_torch(str(warned).partition(": an")[0]) from warned
 
 
 NOT_THERE = (
@@ -458,22 +486,61 @@ class Session(VisitRunner):
 
         return in_turn
 
-    # ---- the calls of the loss, and the end of the step: those of a pipeline in pipeline.py
+    # ---- the calls of the loss, and the end of the step
 
-    def calls(self) -> Iterator[Call]:
-        """Yields the calls of the step, in the order of its program."""
-        for microbatch in range(self.verified.program.trace.microbatches):
-            yield Call("forward", 0, microbatch)
-            if self.differentiates:
-                yield Call("backward", 0, microbatch)
+    def run_calls(self, loss: StepLoss) -> Results:
+        """Runs the loss: forward and backward of each microbatch in turn."""
+        arguments = loss.arguments
+        results = Results([], [], [None] * len(arguments.plain))
+        # of leaves that the loss reads beside its visits, over all microbatches
+        leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
+        leaf_grads: list[Tensor | None] = [None] * len(leaves)
 
-    def leaving(self) -> dict[int, list[Tensor]]:
-        """Returns the values that the call of the loss, which has returned, has made for other segments, by flow."""
-        return {}
+        def forward(microbatch: int) -> list[BackwardRoot]:
+            self.begin(Call("forward", 0, microbatch))
+            mean, aux = self.call_loss(loss, microbatch)
+            results.append(mean, aux)
+            self.end()
+            return [self.loss_root(mean), self.token_root()] if self.differentiates else []
 
-    def explained(self, error: Exception) -> Exception:
-        """Returns the error that a call of the loss that raised `error` should have raised."""
-        return error
+        def backward(microbatch: int, roots: list[BackwardRoot]) -> None:
+            self.begin(Call("backward", 0, microbatch))
+            found = iter(self.gradients(loss, microbatch, roots, [*leaves, *arguments.plain]))
+            add_to(leaf_grads, found)
+            add_to(results.grads, found)
+            self.end()
+
+        for microbatch in range(arguments.microbatches):
+            roots = forward(microbatch)
+            if roots:
+                backward(microbatch, roots)
+            roots.clear()  # a graph that is done needs no memory in the next forward
+        found = iter(leaf_grads)
+        self.end_backward([next(found) if leaf.requires_grad else None for leaf in self.leaves])
+        return results
+
+    def loss_root(self, mean: Mean) -> BackwardRoot:
+        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss."""
+        if not mean.total.requires_grad:
+            raise ValueError(INDEPENDENT)
+        return get_gradient_edge(mean.total), torch.ones_like(mean.total)
+
+    def token_root(self) -> BackwardRoot:
+        """Returns the root that the last token is: visits that the loss does not use get their backward in its
+        place."""
+        return get_gradient_edge(self.token), torch.zeros_like(self.token)
+
+    def gradients(
+        self, loss: StepLoss, microbatch: int, roots: Sequence[BackwardRoot], ends: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """Runs the backward of a call, under its random numbers. Returns the gradients of `ends`."""
+        comms = self.memory.comms
+        drawn = loss.seed.counter(comms, microbatch).seed_beside(BACKWARD)
+        collectives = _foreign_collectives_refused() if self.watch else nullcontext()
+        edges = [edge for edge, _ in roots]
+        seeds = [grad for _, grad in roots]
+        with seeded(drawn, comms.device), collectives:
+            return torch.autograd.grad(edges, [self.leaf_token, *ends], seeds, allow_unused=True)[1:]
 
     def end_backward(self, leaf_grads: Sequence[Tensor | None]) -> None:
         """Ends all computes. Untouched gradients are zeroed; `leaf_grads`, per group, are added."""

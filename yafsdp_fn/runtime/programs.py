@@ -19,8 +19,7 @@ from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.schedules.builders import AnySchedule
-from yafsdp_fn.schedules.pipelines import must_be_made
+from yafsdp_fn.schedules.builders import AnySchedule, must_be_made
 
 KEPT_SHAPES = 32
 """Shapes of batches for which a function keeps what it has cut into stages: those that were used last."""

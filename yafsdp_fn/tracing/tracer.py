@@ -3,8 +3,8 @@
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import optree
 import torch
@@ -20,12 +20,11 @@ from yafsdp_fn.program.measured import Value
 from yafsdp_fn.program.split import Argument
 from yafsdp_fn.program.trace import Between, Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import Arguments
+from yafsdp_fn.runtime.arguments import Arguments, pair_of
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import leaves_behind, saved_by
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.protocols import movable
-from yafsdp_fn.runtime.stage_io import Result
 from yafsdp_fn.tracing.attention import AttentionRule
 from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, measure, noting
 from yafsdp_fn.util.mesh_axes import AxisCollective
@@ -112,6 +111,14 @@ class EndedTrace(FakeTensorMode):  # type: ignore[no-untyped-call]
 # ---- a trace under way
 
 
+class TracedResult(NamedTuple):
+    """The result of a visit, structure and fake tensors; and what it was given (`BlockCall`)."""
+
+    structure: Any
+    tensors: list[Tensor]
+    given: Hashable
+
+
 class Tracer:
     """A session that only records, and then what is known of the call.
 
@@ -136,7 +143,7 @@ class Tracer:
         self.untracked: list[str] = []
         self.read: list[Tensor] = []
         self.rule = AttentionRule()
-        self.results: list[Result] = []
+        self.results: list[TracedResult] = []
         self._seen: dict[Any, BodyCosts] = {}
         self._given: list[tuple[weakref.ref[Tensor], int, str]] = []  # arguments, their versions, of which visit
         self._held: list[Tensor] = []  # what is numbered by its memory, and must not be freed
@@ -171,7 +178,7 @@ class Tracer:
             self.untracked.append(call.name)
         if track or self._every:
             self._record(call, found, trained, fresh)
-            self.results.append(Result(call.structure, outs, call.given))
+            self.results.append(TracedResult(call.structure, outs, call.given))
         # outputs live as long as the loss keeps them
         for new, shared in zip(fresh, found.shares, strict=True):
             if shared is None:  # its memory may be used again
@@ -365,6 +372,7 @@ def trace_abstract(
     precision: Precision,
     batch: Tree,
     microbatches: int,
+    has_aux: bool,
 ) -> tuple[Trace, Placement[Ranks]]:
     """Traces a call of `fun` on parameters of `layout` and a mesh of `axes`, neither of which need exist. Returns the
     trace, and the placement that it is of."""
@@ -372,7 +380,12 @@ def trace_abstract(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = optree.tree_map(_fake, batch)
-    arguments = Arguments(fun, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
+
+    def without_aux(params: Tree, batch: Tree) -> Any:
+        return pair_of(fun(params, batch))[0]
+
+    fun_alone = without_aux if has_aux else fun
+    arguments = Arguments(fun_alone, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
     return traced(arguments, placement, mode).trace, placement
 
 

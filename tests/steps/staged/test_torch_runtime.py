@@ -29,6 +29,7 @@ from tests.harness.unlike import TINY, Model
 from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
 from yafsdp_fn import schedules as s
+from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner.orders import CallGraph, Search, evaluate
 from yafsdp_fn.program.split import Call, Split
 
@@ -84,7 +85,7 @@ def written(split: Split, microbatches: int, memory: float) -> s.Schedule:
     search.run(MOVES)
     rows = search.rows
     assert max(evaluate(calls, rows).memory) <= memory
-    for builder in s.pipelines.ORDERS.values():
+    for builder in orders.ORDERS.values():
         with contextlib.suppress(ValueError):  # of another shape, or of other numbers of microbatches
             assert rows != builder(split, microbatches)
     return s.staged(lambda *_: rows, s.zero1(), pace=calls.pace)

@@ -2,13 +2,13 @@
 
 assignment = assign(trace, stages=4)           # even by cost; or written by hand
 state = ya.init(params, tx, mesh=ya.mesh(stage=4), stages=assignment)
-whole = cut(trace, assignment)                 # the same step with its segments and flows: program/cut.py
+whole = cut(trace, assignment)                 # the same step with its segments and flows: cut.py
 """
 
 from collections.abc import Sequence
 from typing import Literal
 
-from yafsdp_fn.program.cut import costs_of
+from yafsdp_fn.pipelines.cut import costs_of
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace
 

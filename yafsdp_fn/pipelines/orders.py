@@ -13,13 +13,12 @@ ya.schedules.interleaved(zero3(remat="all"))                gathered and recompu
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+from yafsdp_fn.pipelines.messages import UNIT, Item, Pace, wired, with_messages
 from yafsdp_fn.program.program import Program, stage_trace
 from yafsdp_fn.program.split import Call, Kind, Split
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
-from yafsdp_fn.schedules import builders
-from yafsdp_fn.schedules.builders import Schedule, zero2
-from yafsdp_fn.schedules.messages import UNIT, Item, Pace, wired, with_messages
+from yafsdp_fn.schedules.builders import Schedule, must_be_made, zero2
 from yafsdp_fn.util.words import shown
 
 Rows = list[list[Call]]
@@ -472,13 +471,6 @@ def sharding_of(given: Schedule | None) -> Schedule:
     if not callable(given):
         raise TypeError(f"sharding={given!r}: expected a schedule, ya.schedules.zero3() say")
     return given
-
-
-def must_be_made(what: str, given: object) -> None:
-    """Raises TypeError for a factory of schedules in place of a schedule."""
-    for name, factory in (builders.FACTORIES | FACTORIES).items():
-        if given is factory:
-            raise TypeError(f"{what}={name}: that is the factory; call it: {what}=ya.schedules.{name}()")
 
 
 def split_of(trace: Trace) -> Split:

@@ -1,38 +1,37 @@
 """Adds stages to a session: visits of other stages, messages, and results that other stages make.
 
-    session.begin(call); loss(...); session.end(...)        forward: its visits run, placeholders stand for the others
-    session.begin(call); backward;  session.end(...)        backward of what that has made
+    forward     what arrives; the loss: its visits run, placeholders stand for the others;    what leaves
+    backward    what arrives; backward of what the forward has made;                          what leaves
+    weights     what a backward in two halves has left for later
 
 A call of a segment takes the messages that arrive for it from carry slots when it begins, and puts those that leave
-there when it ends (stage_io.py). A plain step has a single segment, for which nothing arrives.
+there when it ends (stage_io.py).
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 import optree
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from yafsdp_fn.communication.agreement import RanksDisagree
-from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.nn.linear import AutogradRun
-from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, tensors_in
+from yafsdp_fn.pipelines.stage_io import Crossing, MessageBuffers, neutral
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.split import Call, Message
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import argument_name
+from yafsdp_fn.runtime.arguments import Results, StepLoss, detached
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
-from yafsdp_fn.runtime.execute import Session
+from yafsdp_fn.runtime.execute import BackwardRoot, Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction
 from yafsdp_fn.runtime.shards import GradSlot
-from yafsdp_fn.runtime.stage_io import Crossing, neutral
 from yafsdp_fn.runtime.visit import GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values
 
@@ -100,11 +99,27 @@ def _factor_written(factor: Tensor) -> RuntimeError:
 # ---- A session of one stage.
 
 
+class Passed(NamedTuple):
+    """A forward, until its backward.
+
+    arrived: by flow, the tensors that its segment took and that have a gradient; roots: by flow, the tensors that left,
+    whose gradients come back; own: further roots: the last token, and the loss if it is made here
+    """
+
+    arrived: dict[int, list[Tensor]]
+    roots: dict[int, list[GradientEdge]]
+    own: list[BackwardRoot]
+
+
+Forwards = dict[tuple[int, int], Passed]
+"""Forwards that wait for their backward, by segment and microbatch."""
+
+
 class StageSession(Session):
     """A session of one stage."""
 
     def __init__(self, memory: StateMemory, verified: Verified, *step: Any, **how: Any) -> None:
-        super().__init__(memory, verified, *step, **how)
+        super().__init__(memory, verified, *step, **how | {"activations": MessageBuffers})
         assert isinstance(verified.crossing, Crossing)
         self.crossing = verified.crossing
         self.slots.activations.reserve(self.crossing, verified.program)
@@ -113,7 +128,24 @@ class StageSession(Session):
         self._named = ""
         self._later: dict[tuple[int, int], Later] = {}  # (visit, microbatch) between the halves of its backward
 
+    # ---- the calls of the loss
+
+    def run_calls(self, loss: StepLoss) -> Results:
+        """Runs the loss: forwards, backwards and later halves of segments, in the order of the program."""
+        results = StageResults(self.crossing, loss.arguments.microbatches, self.memory.comms.device)
+        forwards: Forwards = {}
+        for call in self.calls():
+            if call.kind == "forward":
+                self._forward(loss, call, results, forwards)
+            elif call.kind == "weights":
+                self._weights(call)
+            else:
+                self._backward(loss, call, forwards)
+        self.end_backward([None] * len(self.leaves))
+        return Results(results.losses, results.aux, [])
+
     def calls(self) -> Iterator[Call]:
+        """Yields the calls of the stage."""
         split = self.crossing.split
         for kind, number, microbatch, _ in self.verified.program.trace.order:
             segment = split.segment(number)
@@ -121,11 +153,69 @@ class StageSession(Session):
             if number == begins_with:
                 yield Call(kind, segment, microbatch)
 
-    def begin(self, call: Call) -> dict[int, list[Tensor]]:
-        """Begins a call. Returns what arrives for it, by flow, from its carry slots."""
-        super().begin(call)
+    def _forward(self, loss: StepLoss, call: Call, results: "StageResults", forwards: Forwards) -> None:
+        """Calls the loss for a segment, and keeps in `forwards` what its backward needs."""
+        arrived = self._arrive(call)
         where = f"microbatch {call.microbatch}, step {self.number}"
-        self._named = f"{call.kind} of segment {call.segment} ({where})"
+        # values are leaves of this segment's graph, whose gradients go back
+        taken = {flow: smooth(self.crossing, flow, tensors) for flow, tensors in arrived.items()}
+        for tensors in taken.values():
+            for tensor in tensors:
+                tensor.requires_grad_(self.differentiates)
+        self.segment = Segment(self.crossing, call, arrived, where)
+        try:
+            # of other microbatches and segments at once: what it writes to its batch stays its own
+            mean, aux = self.call_loss(loss, call.microbatch, copied=True)
+        except Exception as error:
+            if not asks_for_values(error):
+                raise
+            raise errors.value_on_other_stage(f"the loss, called for {self._named},", error) from error
+        # what it has made, and what leaves for other segments
+        left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
+        # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
+        self.segment = None
+        has_loss = results.store(call, mean, aux)
+        self._leave(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
+        if not self.differentiates:
+            return
+        # edges, not tensors: what has left needs no memory here
+        own = [self.loss_root(mean)] if has_loss else []
+        own.append(self.token_root())
+        roots: dict[int, list[GradientEdge]] = {}
+        for flow, tensors in left.items():
+            roots[flow] = [get_gradient_edge(x) for x in smooth(self.crossing, flow, tensors)]
+        forwards[call.segment, call.microbatch] = Passed(taken, roots, own)
+
+    def _backward(self, loss: StepLoss, call: Call, forwards: Forwards) -> None:
+        """Runs the backward of a segment, from the loss, the token, and what has left, whose gradients have come
+        back."""
+        before = forwards.pop((call.segment, call.microbatch))
+        back = self._arrive(call)
+        roots = before.own
+        for flow, edges in before.roots.items():
+            roots += zip(edges, back.get(flow, []), strict=True)
+        arrived = [x for tensors in before.arrived.values() for x in tensors]
+        found = iter(self.gradients(loss, call.microbatch, roots, arrived))
+        self._leave(call, {flow: list(islice(found, len(tensors))) for flow, tensors in before.arrived.items()})
+
+    def _weights(self, call: Call) -> None:
+        """Runs the later halves of the backwards of a segment."""
+        self.microbatch = call.microbatch
+        for number in reversed(self.crossing.split.visits(call.segment)):
+            visit = self.verified.program.trace.visits[number]
+            op = self.begin_compute("weights", visit, call.microbatch)
+            assert isinstance(op, Backward)
+            later = self._later.pop((number, call.microbatch))
+            with torch.no_grad():
+                later.write(super().target(op, visit))
+            self.end_compute()
+
+    # ---- what arrives for a call, and what leaves after it
+
+    def _arrive(self, call: Call) -> dict[int, list[Tensor]]:
+        """Begins a call. Returns what arrives for it, by flow, from its carry slots."""
+        self.begin(call)
+        self._named = f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
         # what arrives is for the first compute of the call
         op = self._ops[self._cursor]
         assert isinstance(op, Forward | Backward), "issued ahead up to a compute"
@@ -134,20 +224,11 @@ class StageSession(Session):
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             pairs = list(zip(messages, op.takes, strict=True))
             values = self.slots.activations.get(pairs) if pairs else []
-        arrived = {message.flow: tensors for message, tensors in zip(messages, values, strict=True)}
-        # values are leaves of this segment's graph, whose gradients go back; gradients are seeds
-        if call.kind == "forward":
-            for flow, tensors in arrived.items():
-                for tensor in smooth(self.crossing, flow, tensors):
-                    tensor.requires_grad_(self.differentiates)
-            self.segment = Segment(self.crossing, call, arrived, where)
-        return arrived
+        return {message.flow: tensors for message, tensors in zip(messages, values, strict=True)}
 
-    def end(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
+    def _leave(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
         """Ends a call. What leaves after it, by flow, goes into its carry slots, and the program goes on."""
-        # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
-        self.segment = None
-        super().end(call, leaving)
+        self.end()
         # what leaves is of its last compute
         op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
         messages = self.crossing.split.given_by(call)
@@ -158,19 +239,14 @@ class StageSession(Session):
                 self.slots.activations.put(pairs, [leaving[message.flow] for message in messages])
         self.follow()
 
-    def leaving(self) -> dict[int, list[Tensor]]:
-        left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
-        return left
-
-    def explained(self, error: Exception) -> Exception:
-        """Returns the error that a loss that raised `error` on placeholders should have raised."""
-        if not asks_for_values(error):
-            return error
-        return errors.value_on_other_stage(f"the loss, called for {self._named},", error)
-
     def abort(self, error: BaseException) -> None:
         self.segment = None
         super().abort(error)
+
+    def rank_position(self) -> str:
+        return f"{super().rank_position()}, stage {self.memory.comms.stage}"
+
+    # ---- visits
 
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit that is here; returns what stands for the outputs of another one."""
@@ -186,21 +262,6 @@ class StageSession(Session):
             return super().target(op, visit)
         later = self._later[visit.id, op.microbatch] = Later(self.slots.storages)
         return later
-
-    def weights(self, call: Call) -> None:
-        """Runs the later halves of the backwards of a segment."""
-        self.microbatch = call.microbatch
-        for number in reversed(self.crossing.split.visits(call.segment)):
-            visit = self.verified.program.trace.visits[number]
-            op = self.begin_compute("weights", visit, call.microbatch)
-            assert isinstance(op, Backward)
-            later = self._later.pop((number, call.microbatch))
-            with torch.no_grad():
-                later.write(super().target(op, visit))
-            self.end_compute()
-
-    def rank_position(self) -> str:
-        return f"{super().rank_position()}, stage {self.memory.comms.stage}"
 
 
 # ---- One call of the loss: its visits, here and elsewhere.
@@ -310,7 +371,7 @@ class StageResults:
             made_here = has_loss if home is None else call.segment == home
             on_every_stage = home is None and not is_reduction(node)
             if made_here or on_every_stage:
-                kept[at] = optree.tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, node)
+                kept[at] = detached(node)
         if has_loss:
             self.losses[call.microbatch] = Mean(mean.total.detach(), mean.weight)
         return has_loss
@@ -323,38 +384,3 @@ class StageResults:
 def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors of a flow that have a gradient."""
     return [x for x, piece in zip(tensors, crossing.pieces(Message(flow)), strict=True) if piece.grad]
-
-
-# ---- All stages of a pipeline compute on one batch, each its own visits: ranks at one place in their stages must be
-# given the same rows. Compared before the first step with a batch of new shapes.
-
-WHAT = "the batch, on which all stages compute"
-NEW = "comparing a batch of new shapes"
-
-
-def must_be_same(rest: Any, comms: Communicators) -> None:
-    """Raises RanksDisagree on every rank where shapes differ between any two, or values between stages.
-
-    rest: the arguments of the function, positional and keyword, but for parameters
-    """
-    outlines: dict[str, str] = {}
-    digests: dict[str, int] = {}
-    for at, leaf in handles_and_leaves(rest):
-        if isinstance(leaf, Tensor):
-            outlines[argument_name(at)] = f"{str(leaf.dtype).removeprefix('torch.')} {list(leaf.shape)}"
-            digests[argument_name(at)] = digest(leaf)
-        elif not is_sharded(leaf):
-            constant = isinstance(leaf, bool | int | float | str)
-            outlines[argument_name(at)] = repr(leaf) if constant else type(leaf).__name__
-    comms.must_agree(WHAT, outlines, NEW)
-    if not digests:
-        return
-    # values: rank by rank, against those of stage 0
-    mine = torch.tensor(list(digests.values()), dtype=torch.int64)
-    every = comms.numbers_of_all(mine, NEW).view(comms.stages, -1, len(mine))
-    for stage, rank, number in (every != every[0]).nonzero()[:1].tolist():
-        other = stage * every.shape[1] + rank
-        raise RanksDisagree(
-            f"ranks disagree on {WHAT}; {list(digests)[number]} has other values on rank {rank} (stage 0) than on rank "
-            f"{other} (stage {stage}). Read the same batch on all stages, as ya.shard_batch splits it"
-        )

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.program.cut import crossing
+from yafsdp_fn.pipelines.cut import crossing
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import LINE, Message
@@ -21,6 +21,7 @@ from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
+from yafsdp_fn.tracing.tracer import TracedResult
 from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
 
@@ -77,18 +78,10 @@ def _ones(x: Any) -> Any:
 # ---- what stands for the outputs of a visit elsewhere
 
 
-class Result(NamedTuple):
-    """The result of a visit, structure and fake tensors; and what it was given (`BlockCall`)."""
-
-    structure: Any
-    tensors: list[Tensor]
-    given: Hashable
-
-
 class Placeholder:
-    """Stands for the outputs of a visit: their structure, and tensors without values; given: see `Result`"""
+    """Stands for the outputs of a visit: their structure, and tensors without values; given: see `TracedResult`"""
 
-    def __init__(self, traced: Result, mode: PlaceholderMode) -> None:
+    def __init__(self, traced: TracedResult, mode: PlaceholderMode) -> None:
         self.structure, outs, self.given = traced
         with mode:  # those of the trace have ended with it
             self._made = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in outs]
@@ -117,7 +110,12 @@ class Crossing:
     """
 
     def __init__(
-        self, trace: Trace, results: Sequence[Result], out: Any, total: Tensor, made: Mapping[int, Collection[int]]
+        self,
+        trace: Trace,
+        results: Sequence[TracedResult],
+        out: Any,
+        total: Tensor,
+        made: Mapping[int, Collection[int]],
     ) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
@@ -187,11 +185,6 @@ def neutral(node: Any, device: torch.device) -> Any:
         return Max(filled(node.value, -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min))
     assert isinstance(node, Mean | Sum)
     return type(node)(*[filled(x, 0) for x in node])
-
-
-def shapes(tree: Any) -> Hashable:
-    """The shapes and dtypes of a batch's tensors: a step is cut anew for other ones."""
-    return tuple((tuple(x.shape), x.dtype) if isinstance(x, Tensor) else None for x in optree.tree_leaves(tree))
 
 
 # ---- Carry slots with what crosses between segments, and the work of `Send` and `Receive`.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tests.program.traces import cut, model, on
+from yafsdp_fn.pipelines.orders import FACTORIES, V_SHAPED
 from yafsdp_fn.schedules import Schedule, Trace, hsdp, zero1, zero2, zero3
-from yafsdp_fn.schedules.pipelines import FACTORIES, V_SHAPED
 
 ORDERS = tuple(FACTORIES)
 SHARDINGS: dict[str, tuple[Schedule | None, str, str]] = {
