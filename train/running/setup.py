@@ -88,8 +88,11 @@ def travelling(params: Any, int8: str) -> Any:
     if int8 == "none":
         return params
     format = ya.formats.Scaled(stochastic=int8 == "stochastic")
-    wire = ya.Wire(gather=format, reduce=None if int8 == "gathers" else format)
-    return ya.params.with_wire(params, wire, lambda path, leaf: len(leaf.shape) > 2 and "router" not in path)
+    return ya.params.with_wire(
+        params,
+        ya.Wire(format, None if int8 == "gathers" else format),
+        lambda path, leaf: len(leaf.shape) > 2 and "router" not in path,
+    )
 
 
 EVERY_LAYER = sys.maxsize
