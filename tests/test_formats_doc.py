@@ -30,6 +30,10 @@ def own_format() -> Any:
     return page(-1)["MXFP8"]()
 
 
+def by_chance() -> Any:
+    return page(next(at for at, block in enumerate(BLOCKS) if "formats.noise(" in block))["Halves"]()
+
+
 def test_a_format_of_ones_own() -> None:
     format, draw = own_format(), torch.Generator().manual_seed(0)
     values = torch.randn(50, 32, generator=draw) * 2.0 ** torch.arange(-25, 25)[:, None]
@@ -44,13 +48,24 @@ def test_a_format_of_ones_own() -> None:
     assert len(lines) <= 30
 
 
+def test_a_format_of_ones_own_that_rounds_stochastically() -> None:
+    draw = torch.Generator().manual_seed(0)
+    for sign in (1, -1):
+        values = sign * (1 + 2**-10 + 1e-5 * torch.randn(1000, 64, generator=draw))  # an eighth of a step
+        found = ya.formats.passed(by_chance(), values)
+        assert set(found.unique().tolist()) == {sign * 1.0, sign * (1 + 2**-7)}
+        assert abs(float((found - values).mean())) < 2**-7 * 0.01
+    for wrong in (float("inf"), float("-inf"), float("nan")):
+        assert not ya.formats.passed(by_chance(), torch.full((64,), wrong)).isfinite().any()
+
+
 @on_ranks(1, 2)
 def test_the_page_on_ranks(mesh: Any) -> None:
     """The page's first lines make a state whose weights pass through the format; so does one with the reader's own."""
     tx = ya.optim.adamw(1e-2)
     state = page(1, params=model(), tx=tx, mesh=mesh)["state"]
     assert {unit.gathered_as.name for unit in state.memory.units if unit.gathered_as} == {"int8/64"}
-    for format in (ya.formats.Scaled(torch.int8, block=64), own_format()):
+    for format in (ya.formats.Scaled(torch.int8, block=64), own_format(), by_chance()):
         light = ya.params.with_wire(model(), ya.Wire(gather=format))
         state = ya.init(light, tx, mesh=mesh)
         whole = ya.unshard(state)

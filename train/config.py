@@ -279,8 +279,9 @@ class Sharding:
     """Dtype of gradients on the wire."""
     accumulate: bool = False
     """Sum bfloat16 gradients in float32, in the order of ranks."""
-    int8: Literal["none", "gathers", "both"] = "none"
-    """Parts of the layers' matrices that travel in int8: weights, or weights and gradients (docs/formats.md)."""
+    int8: Literal["none", "gathers", "both", "stochastic"] = "none"
+    """Parts of the layers' matrices that travel in int8: weights, or weights and gradients, rounded to the nearest
+    number or stochastically (docs/formats.md)."""
 
     def __post_init__(self) -> None:
         counts(self, "sharding.", replicate=1, local=0, microbatches=1, chunks=1)

@@ -47,6 +47,7 @@ FORMATS: dict[str, tuple[Format, Wire]] = {
     "wide blocks": (Roots(48), Wire()),
     "travels": (Roots(16), Wire(gather=Scaled(torch.int8, 24))),
     "own": (Halves(), Wire()),
+    "stochastic": (Roots(8, stochastic=True), Wire()),
 }
 B1, B2, RATE, EPS, DECAY = 0.9, 0.95, 1e-2, 1e-8, 0.1
 TOLERANCE = 1e-10
@@ -81,7 +82,8 @@ class Loop:
             mu, nu = B1 * self.mu[name] + (1 - B1) * grad, B2 * self.nu[name] + (1 - B2) * grad.square()
             update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
             self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
-            self.mu[name], self.nu[name] = (self.plain.passed(name, self.format, each) for each in (mu, nu))
+            format = self.format and self.format.at(self.count - 1)
+            self.mu[name], self.nu[name] = (self.plain.passed(name, format, each) for each in (mu, nu))
 
     def compare(self, params: Any, what: str) -> None:
         got = dict(zip(self.plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
@@ -120,6 +122,11 @@ def test_three_steps_are_those_of_the_plain_loop(
     crossed(pools, three_steps, where, kind, formats, parts, how)
 
 
+@pytest.mark.parametrize("where", [nightly("1 shard"), "2 shard", nightly("3 shard"), nightly("4 nodes")])
+def test_three_steps_with_stochastic_rounding(pools: dict[int, Pool], where: str) -> None:
+    crossed(pools, three_steps, where, "plain", "stochastic", 1, "slots")
+
+
 # ---- with what else there is
 
 
@@ -155,12 +162,15 @@ def test_the_definition_on_a_plain_tree() -> None:
         loop.compare(oracle.params, "a plain tree")
 
 
-def reproduced(_: Any) -> int:
-    return two_steps_of_micro_shards(loss, tree(Wire()), adamw(Roots(32)))
+def reproduced(_: Any, stochastic: bool) -> int:
+    return two_steps_of_micro_shards(loss, tree(Wire()), adamw(Roots(32, stochastic)))
 
 
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    alike(pools, (1, 2, 4), reproduced)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(
+    pools: dict[int, Pool], stochastic: bool
+) -> None:
+    alike(pools, (1, 2, 4), reproduced, stochastic)
 
 
 @on_ranks()
@@ -264,8 +274,8 @@ def test_a_step_needs_memory_for_a_unit() -> None:
 # ---- states: saved, carried over, skipped
 
 
-def saved(mesh: Any, directory: Path) -> int:
-    tx, abstract = adamw(Roots(32)), tree(Wire(), "marked")
+def saved(mesh: Any, directory: Path, stochastic: bool) -> int:
+    tx, abstract = adamw(Roots(32, stochastic)), tree(Wire(), "marked")
     state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
     step = ya.train_step(loss, tx)
     if mesh.size() == 2:
@@ -285,8 +295,9 @@ def saved(mesh: Any, directory: Path) -> int:
     return found
 
 
-def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path) -> None:
-    alike(pools, (2, 1, 3), saved, tmp_path)
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path, stochastic: bool) -> None:
+    alike(pools, (2, 1, 3), saved, tmp_path, stochastic)
 
 
 @on_ranks(1, 3)

@@ -39,17 +39,20 @@ from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import E
-from yafsdp_fn.communication.formats import Scaled, Wire, passed
+from yafsdp_fn.communication import formats
+from yafsdp_fn.communication.formats import Roots, Scaled, Wire, passed
 
 TOLERANCE = 1e-12
 """What a format rounds otherwise is off by 1e-3 at least."""
 
 INT8 = Scaled(torch.int8, 8)
+CHANCE = dataclasses.replace(INT8, stochastic=True)
 FORMATS: dict[str, Wire] = {
     "int8": Wire(INT8, INT8),
     "gathers": Wire(gather=INT8),
     "reductions": Wire(reduce=Scaled(torch.float8_e5m2, 16)),
     "mixed": Wire(Scaled(torch.float8_e4m3fn, 8), Halves()),
+    "stochastic": Wire(CHANCE, CHANCE),
 }
 
 
@@ -91,6 +94,11 @@ def test_at_one_rank_what_is_reduced_alone_passes_too(pools: dict[int, Pool]) ->
     crossed(pools, gradients_and_steps, "1 shard", "plain", "reductions", 1, "slots")
 
 
+@pytest.mark.parametrize("where", [nightly("1 shard"), "2 shard", nightly("3 shard"), "4 nodes"])
+def test_what_is_rounded_stochastically_is_that_of_the_plain_loop(pools: dict[int, Pool], where: str) -> None:
+    crossed(pools, gradients_and_steps, where, "plain", "stochastic", 3, "slots")
+
+
 # ---- with what else there is
 
 
@@ -98,10 +106,11 @@ def off(got: Any, expected: Any, what: str) -> None:
     compare(got, expected, TOLERANCE, what)
 
 
-@on_ranks(1, 2)
-def test_outside_of_steps(mesh: Any) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "formats"), [(1, "int8"), (2, "int8"), nightly(1, "stochastic"), (2, "stochastic")])
+def test_outside_of_steps(mesh: Any, formats: str) -> None:
     """The pure path, evaluation and whole weights: blocks see what has passed, `ya.unshard` the weights themselves."""
-    abstract = tree(FORMATS["int8"])
+    abstract = tree(FORMATS[formats])
     plain = Plain(abstract)
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
     params, batches = ya.unshard(state), [batch_of(rank) for rank in range(mesh.size())]
@@ -129,12 +138,13 @@ def test_outside_of_steps(mesh: Any) -> None:
     assert abs(float(along) - here) < 1e-8 * abs(here), "tangents do not pass through a format"
 
 
-def reproduced(_: Any) -> int:
-    return two_steps_of_micro_shards(loss, tree(FORMATS["int8"]), TX)
+def reproduced(_: Any, formats: str) -> int:
+    return two_steps_of_micro_shards(loss, tree(FORMATS[formats]), TX)
 
 
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
-    alike(pools, (1, 2, 4), reproduced)
+@pytest.mark.parametrize("formats", ["int8", "stochastic"])
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool], formats: str) -> None:
+    alike(pools, (1, 2, 4), reproduced, formats)
 
 
 @on_ranks()
@@ -212,9 +222,12 @@ def test_adapters(mesh: Any) -> None:
 # ---- states: written by hand, skipped, saved
 
 
-@on_ranks(1, 2, 3)
-def test_states(mesh: Any, tmp_path: Path) -> None:
-    abstract = tree(FORMATS["int8"])
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "formats"), [(1, "int8"), (2, "int8"), (3, "int8"), (2, "stochastic"), nightly(3, "stochastic")]
+)
+def test_states(mesh: Any, tmp_path: Path, formats: str) -> None:
+    abstract = tree(FORMATS[formats])
     plain = Plain(abstract)
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
     step = ya.train_step(loss, TX)
@@ -229,17 +242,19 @@ def test_states(mesh: Any, tmp_path: Path) -> None:
     off(plain.trained(ya.unshard(found)), plain.trained(grads), "written by hand")
     before = ya.checksum(state)
     ya.checkpoint.save(tmp_path / "own", state)
-    for wire in (FORMATS["int8"], Wire(), Wire(Scaled(torch.int8, 64))):  # leaves begin elsewhere
+    unbroken, _ = step(state.copy(), mine)
+    for wire in (FORMATS[formats], Wire(), Wire(Scaled(torch.int8, 64))):  # leaves begin elsewhere
         like = ya.init(tree(wire), TX, mesh=mesh, precision=EXACT, seed=1)
         loaded, _ = ya.checkpoint.load(tmp_path / "own", like)
         assert loaded.step == 1
         off(ya.unshard(loaded), ya.unshard(state), f"loaded into {wire}")
-        if wire == FORMATS["int8"]:
+        own = wire == FORMATS[formats]
+        if own:
             assert ya.checksum(loaded) == before
             _, found = ya.value_and_grad(loss)(loaded.params, mine)
             off(plain.trained(ya.unshard(found)), plain.trained(grads), "loaded")
         moved, _ = step(loaded, mine)
-        assert moved.step == 2
+        assert moved.step == 2 and (ya.checksum(moved) == ya.checksum(unbroken)) == own
     same = copy.deepcopy(state)
     with torch.no_grad():
         same.params["head"].leaves[0].fill_(float("inf"))
@@ -311,6 +326,67 @@ def test_numbers_of_8_bits(dtype: torch.dtype) -> None:
         found = passed(format, torch.cat([torch.ones(8), torch.tensor([wrong]), torch.ones(23)]))
         assert not found[:16].isfinite().all() and torch.equal(found[16:], torch.ones(16))
     assert torch.equal(passed(format, passed(format, values)), passed(format, values)) or dtype != torch.int8
+
+
+BY_CHANCE = (
+    *(Scaled(dtype, 16, stochastic=True) for dtype in (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)),
+    Roots(16, stochastic=True),
+)
+
+
+@pytest.mark.parametrize("format", BY_CHANCE, ids=lambda format: format.name)
+def test_the_mean_of_what_is_rounded_stochastically_is_the_value(format: Any) -> None:
+    """Over steps in which values change a little; rounded to nearest, small ones are off alike in each."""
+    draw = torch.Generator().manual_seed(0)
+    values = torch.randn(64, 16, generator=draw, dtype=F64) * torch.logspace(-3, 0, 16, dtype=F64)
+    values = values.square() if isinstance(format, Roots) else values
+    errors: dict[bool, list[Tensor]] = {True: [], False: []}
+    for _ in range(1000):
+        now = values * (1 + 0.01 * torch.randn(64, 16, generator=draw, dtype=F64))
+        for stochastic, found in errors.items():
+            found.append(passed(dataclasses.replace(format, stochastic=stochastic), now) - now)
+    each, nearest = torch.stack(errors[True]), torch.stack(errors[False])
+    sure = each.std(0) > 1e-7 * values.abs().amax(-1, keepdim=True)  # the largest of a block is off by its scale alone
+    deviations = (each.mean(0) / (each.std(0) / 1000**0.5))[sure]
+    assert abs(float(deviations.mean())) < 0.2 and 0.9 < float(deviations.std()) < 1.1
+    assert float(deviations.abs().max()) < 5
+    assert 1.2 < float(each.norm() / nearest.norm()) < 1.6  # the square root of 2, where errors are uniform
+    deviations = (nearest.mean(0) / (nearest.std(0) / 1000**0.5))[sure & (nearest.std(0) > 0)]
+    assert float(deviations.abs().max()) > 10
+
+
+@pytest.mark.parametrize("format", BY_CHANCE, ids=lambda format: format.name)
+def test_noise_is_of_the_block_alone(format: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it lies; blocks that differ a little have other noise; the largest noise takes no number too far."""
+    draw = torch.Generator().manual_seed(0)
+    blocks = torch.randn(200, 16, generator=draw)
+    order = torch.randperm(200, generator=draw)
+    assert torch.equal(format.encode(blocks)[order], format.encode(blocks[order]))
+    assert torch.equal(torch.cat([format.encode(row[None]) for row in blocks]), format.encode(blocks))
+    numbers = 40 * torch.randn(2000, 16, generator=draw)
+    noise = formats.noise(numbers)
+    assert abs(float(noise.mean()) - 0.5) < 0.01 and abs(float(noise.var()) - 1 / 12) < 0.002
+    assert 0 <= float(noise.min()) < 0.001 and 0.999 < float(noise.max()) < 1
+    numbers[:, 5] += 2 / formats.FINE
+    for other in (formats.noise(numbers), formats.noise(numbers, 1)):
+        assert abs(float((noise - 0.5).mul(other - 0.5).mean())) < 0.002
+        noise = other
+    monkeypatch.setattr(formats, "noise", lambda numbers, _: torch.full_like(numbers, 1 - 2.0**-24))
+    off = (passed(format, blocks) - blocks).abs()
+    assert bool((off <= 0.3 * blocks.abs().amax(-1, keepdim=True)).all())
+
+
+def test_moments_that_shrink_slowly() -> None:
+    """Rounded to nearest they stay, beside one that does not shrink."""
+    values = torch.rand(64, 16, generator=torch.Generator().manual_seed(0), dtype=F64) + 0.1
+    values[:, 0] = 2
+    for stochastic in (False, True):
+        format = Roots(16, stochastic)
+        now = first = passed(format, values)
+        for updates in range(1000):
+            now = passed(format.at(updates), torch.cat([now[:, :1], 0.999 * now[:, 1:]], 1))
+        shrunk = float((now / first)[:, 1:].mean())
+        assert abs(shrunk - 0.999**1000) < 0.02 if stochastic else shrunk == 1
 
 
 def test_a_leaf_is_encoded_as_the_vector_that_it_is() -> None:

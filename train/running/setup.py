@@ -88,9 +88,12 @@ def travelling(params: Any, int8: str) -> Any:
     """The parameters of a model, as --sharding.int8 lets them travel: the matrices of layers, but no router."""
     if int8 == "none":
         return params
-    format = ya.formats.Scaled()
-    wire = ya.Wire(gather=format, reduce=format if int8 == "both" else None)
-    return ya.params.with_wire(params, wire, lambda path, leaf: len(leaf.shape) > 2 and "router" not in path)
+    format = ya.formats.Scaled(stochastic=int8 == "stochastic")
+    return ya.params.with_wire(
+        params,
+        ya.Wire(format, None if int8 == "gathers" else format),
+        lambda path, leaf: len(leaf.shape) > 2 and "router" not in path,
+    )
 
 
 EVERY_LAYER = sys.maxsize

@@ -9,7 +9,7 @@ from torch import Tensor
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.micro_shards import local_sum
-from yafsdp_fn.communication.sums import all_reduce_replicas_wide, reduce_encoded, reduce_in_order, reduce_wide
+from yafsdp_fn.communication.sums import all_reduce_replicas_wide, sum_by_ranks
 
 # ---- Moves units' flat vectors between the ranks of a mesh. Each function blocks the stream that calls it.
 #
@@ -73,15 +73,8 @@ def reduce_into(
     used = 0
     formats = formats or [None] * len(fulls)
     for shard, full, add, wide, format in zip(shards, fulls, adds, accumulate, formats, strict=True):
-        if format is not None:
-            assert wide is not None, "what travels in a format is summed by the ranks"
-            reduce_encoded(comms, shard, full, receive, add=add, accumulate=wide, format=format)
-        elif comms.deterministic:
-            reduce_in_order(comms, shard, full, receive.view(full.dtype), add=add)
-        elif comms.ranks == 1:
-            local_sum(shard, full.view(1, -1), comms.reduce_scratch, add=add, dtype=wide)
-        elif wide is not None:
-            reduce_wide(comms, shard, full, receive.view(full.dtype), add=add, accumulate=wide)
+        if wide is not None or comms.deterministic or comms.ranks == 1:
+            sum_by_ranks(comms, shard, full, receive, add=add, accumulate=wide, format=format)
         else:
             need = 0 if shard.dtype == full.dtype and not add else shard.numel() * full.itemsize
             if used + need > receive.numel() or (together and together[0][1].dtype != full.dtype):

@@ -7,6 +7,7 @@ other. A vector has the same blocks at every number of ranks: the plain loop of 
 and differentiates as if it did not (`passed`, straight-through).
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ class Format:
 
     name: what ranks compare, and programs say; equal names mean equal bytes
     block_bytes: at most those of a block in the dtype that it takes the place of
+    stochastic: it rounds by `noise(numbers, self.updates)`; updates: 0, but for moments (`at`)
     Values that are not finite must come back not finite: a step with such gradients is skipped.
 
     >>> class Halves(ya.formats.Format):
@@ -42,6 +44,8 @@ class Format:
     name: str
     block: int
     block_bytes: int
+    stochastic: bool = False
+    updates: int | Tensor = 0
 
     def encode(self, blocks: Tensor) -> Tensor:
         """Encodes blocks [B, block], of any floating dtype, to bytes [B, block_bytes], uint8."""
@@ -59,12 +63,19 @@ class Format:
         """Returns the elements of a vector of `nbytes` bytes."""
         return nbytes // self.block_bytes * self.block
 
+    def at(self, updates: int | Tensor) -> "Format":
+        """Returns the format in which an optimizer that has made so many updates keeps its state after the next one."""
+        found = copy.copy(self)
+        vars(found)["updates"] = updates
+        return found
+
 
 @dataclasses.dataclass(frozen=True)
 class Scaled(Format):
     """Numbers of 8 bits, and a scale in float32 for each block, which takes its largest element to the largest number.
 
     dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2; block: elements that share a scale
+    stochastic: an element becomes one of the two numbers around it, by chance (`noise`), so that its mean is itself
 
     >>> int8 = ya.formats.Scaled(torch.int8, block=32)
     >>> int8.name, int8.block_bytes, ya.formats.passed(int8, torch.linspace(-1, 1, 32))[:2]
@@ -73,6 +84,7 @@ class Scaled(Format):
 
     dtype: torch.dtype = torch.int8
     block: int = 64
+    stochastic: bool = False
 
     def __post_init__(self) -> None:
         if self.dtype not in LARGEST:
@@ -81,7 +93,7 @@ class Scaled(Format):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}"
+        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}{STOCHASTIC * self.stochastic}"
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]
@@ -91,11 +103,24 @@ class Scaled(Format):
         blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
         largest = LARGEST[self.dtype]
         scale = (blocks.abs().amax(-1, keepdim=True) / largest).float()
-        numbers = (blocks / torch.where(scale == 0, 1, scale)).clamp(-largest, largest)
-        if self.dtype == torch.int8:
+        numbers = blocks / torch.where(scale == 0, 1, scale)
+        if self.stochastic:
+            apart = self._apart(numbers)
+            steps = numbers / apart
+            numbers = (steps + noise(steps, self.updates)).floor() * apart
+        elif self.dtype == torch.int8:
             numbers = numbers.round()
+        numbers = numbers.clamp(-largest, largest)
         # where a scale is not finite, what it scales does not matter
         return torch.cat([scale.view(torch.uint8), numbers.to(self.dtype).view(torch.uint8)], -1)
+
+    def _apart(self, numbers: Tensor) -> Tensor | float:
+        """Returns the distance between the numbers of 8 bits around each of `numbers`: a power of two."""
+        if self.dtype == torch.int8:
+            return 1.0
+        finfo = torch.finfo(self.dtype)
+        power = (numbers.float().view(torch.int32) & EXPONENT).view(torch.float32)
+        return power.clamp(min=finfo.smallest_normal) * finfo.eps
 
     def decode(self, encoded: Tensor, dtype: torch.dtype) -> Tensor:
         scale = _scale_of(encoded)
@@ -109,16 +134,20 @@ class Roots(Format):
     optimizers (`ya.optim.in_format`). Elements down to 1e-6 of the largest are off by a part of themselves; none but a
     zero becomes one. A block of second moments, which has no negative elements, has twice as many numbers.
 
+    stochastic: as for `Scaled`. The mean is that of elements, not of their roots; elements below the smallest number of
+        their block become that number, as they do without
+
     >>> moments = ya.formats.Roots(block=4)
     >>> ya.formats.passed(moments, torch.tensor([1.0, 1e-3, 1e-6, 0.0]))
     tensor([1.0000e+00, 9.6982e-04, 9.6872e-07, 0.0000e+00])
     """
 
     block: int = 64
+    stochastic: bool = False
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"roots/{self.block}"
+        return f"roots/{self.block}{STOCHASTIC * self.stochastic}"
 
     @property
     def block_bytes(self) -> int:  # type: ignore[override]
@@ -131,7 +160,12 @@ class Roots(Format):
         signed = (blocks < 0).any(-1, keepdim=True)
         largest = torch.where(signed, 127, 255)
         scale = (roots.amax(-1, keepdim=True) / largest).float()
-        numbers = (roots / torch.where(scale == 0, 1, scale)).round().clamp(min=1).minimum(largest)
+        numbers = roots / torch.where(scale == 0, 1, scale)
+        if self.stochastic:
+            below = numbers.floor()
+            low, here, high = (_fourth_power(each) for each in (below, numbers, below + 1))
+            numbers = below + (low + noise(numbers, self.updates) * (high - low) < here)
+        numbers = numbers.round().clamp(min=1).minimum(largest)
         numbers = numbers.short() * blocks.sign().short()
         return torch.cat([torch.where(signed, -scale, scale).view(torch.uint8), numbers.to(torch.uint8)], -1)
 
@@ -140,17 +174,63 @@ class Roots(Format):
         numbers = encoded[:, SCALE_BYTES:]
         wide = torch.promote_types(dtype, torch.float32)
         roots = torch.where(scale < 0, numbers.view(torch.int8).to(wide), numbers.to(wide)) * scale.abs()
-        squares = roots * roots.abs()
-        return (squares * squares.abs()).to(dtype)
+        return _fourth_power(roots).to(dtype)
+
+
+def _fourth_power(roots: Tensor) -> Tensor:
+    squares = roots * roots.abs()
+    return squares * squares.abs()
 
 
 def _scale_of(encoded: Tensor) -> Tensor:
     return encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
+STOCHASTIC = " stochastic"
 SCALE_BYTES = 4
+EXPONENT = 0x7F800000  # its bits in a float32
 LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 """The dtypes of `Scaled`, and their largest numbers."""
+
+
+# ---- Noise, for formats that round stochastically.
+#
+#     number = floor(number + noise)       # noise is uniform in [0, 1), so that the mean is the number
+#
+# It is a hash of the block, so an encoding depends on its block alone, as without: on no rank, mesh, schedule or
+# generator. Blocks of ranks and of steps differ, and so does their noise: errors average out.
+
+FINE = 16
+"""Parts of a step that noise tells apart. With more, weights that another order of sums has changed in their last bit
+would have other noise more often; with fewer, a block that changes little would keep its noise for long."""
+
+GOLDEN = -1640531527
+FACTORS = ((16, 0x7FEB352D), (15, -2073254261))
+"""2 ** 32 over the golden ratio, and shifts and factors of a hash of 32 bits by Chris Wellons."""
+
+
+def noise(numbers: Tensor, updates: int | Tensor = 0) -> Tensor:
+    """Returns noise in [0, 1) for blocks [B, block], in float32: the same for the same block, wherever it lies.
+
+    numbers: between neighbours that are 1 apart. A 16th of that in one of them changes the noise of the whole block
+    updates: another number, other noise. Moments need it: what has been rounded differs little from a number
+
+    >>> numbers = torch.full((1000, 64), 0.3) + torch.arange(1000)[:, None]
+    >>> ((numbers + ya.formats.noise(numbers)).floor() - numbers).mean().abs() < 0.01
+    tensor(True)
+    """
+    places = torch.arange(numbers.shape[-1], dtype=torch.int32, device=numbers.device) * GOLDEN
+    fine = (numbers * FINE).round().int()
+    of_block = _hashed(fine + places).sum(-1, keepdim=True, dtype=torch.int32) ^ updates
+    return (_hashed(of_block + places) >> 8 & 0xFFFFFF).float() * 2**-24
+
+
+def _hashed(bits: Tensor) -> Tensor:
+    """Returns a hash of each number of 32 bits. Sums and products wrap; a shift keeps the sign, which a mask takes
+    off."""
+    for shift, factor in FACTORS:
+        bits = (bits ^ (bits >> shift & (1 << 32 - shift) - 1)) * factor
+    return bits
 
 
 # ---- What a unit travels in.

@@ -1,6 +1,6 @@
 """Sums that ranks make themselves, in the order of ranks or of micro-shards, from what they exchange."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -28,24 +28,63 @@ from yafsdp_fn.util.on_gpu import vector_kernels
 #
 # An exchange among all ranks of M nodes would send K (M - 1) n between nodes, so sums are made inside the node first.
 # These partial sums are rounded to the wire's dtype once more; in float32 they would need the bytes that bf16 saves.
+#
+# What travels in a wire format (formats.py) does the same, encoded, and a node's sum is encoded once more:
+#
+#     sent = encode(full); received = exchange(sent); shard = decode(received[0]) + decode(received[1]) + ...
 
 
-def reduce_wide(
-    comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool, accumulate: torch.dtype
+def sum_by_ranks(
+    comms: Groups,
+    shard: Tensor,
+    full: Tensor,
+    receive: Tensor,
+    *,
+    add: bool,
+    accumulate: torch.dtype | None,
+    format: Format | None = None,
 ) -> None:
-    """Reduces over more than one rank, as `flat.reduce_into`."""
-    parts = comms.ranks
-    if hierarchical(comms):
+    """Reduces a vector, as `flat.reduce_into`. In a format it is encoded where it is, from the front, and lost.
+
+    receive: bytes for what travels
+    """
+    sent = full
+    if format is not None:
+        sent = full.view(torch.uint8)[: format.nbytes(full.numel())]
+        formats.encode(format, full, sent)
+    received, parts = sent, comms.ranks
+    if hierarchical(comms) and not comms.deterministic:
 
         def of_node(out: Tensor, received: Tensor) -> None:
-            local_sum(out, received.view(comms.local_ranks, -1), comms.reduce_scratch, dtype=accumulate)
+            for part, rows in _rows(format, received, comms.local_ranks, accumulate):
+                if format is None:
+                    local_sum(out, rows, comms.reduce_scratch, dtype=accumulate)
+                    continue
+                total = rows.new_empty(rows.shape[1])
+                local_sum(total, rows, comms.reduce_scratch, dtype=accumulate)
+                formats.encode(format, total, out[format.nbytes(part.start) : format.nbytes(part.stop)])
 
         parts = comms.nodes
-        received = _from_nodes(comms, full, receive, of_node)
-    else:
-        received = receive[: full.numel()]
-        comms.reduce_group.all_to_all(received, full)
-    local_sum(shard, received.view(parts, -1), comms.reduce_scratch, add=add, dtype=accumulate)
+        received = _from_nodes(comms, sent, receive.view(sent.dtype), of_node)
+    elif comms.ranks > 1:
+        received = receive.view(sent.dtype)[: sent.numel()]
+        comms.reduce_group.all_to_all(received, sent)
+    for part, rows in _rows(format, received, parts, accumulate):
+        if comms.deterministic:
+            add_rows(shard[part], rows, comms.reduce_scratch, add=add)
+        else:
+            local_sum(shard[part], rows, comms.reduce_scratch, add=add, dtype=accumulate)
+
+
+def _rows(
+    format: Format | None, received: Tensor, ranks: int, accumulate: torch.dtype | None
+) -> Iterable[tuple[slice, Tensor]]:
+    """Returns what each of `ranks` has sent, [ranks, n], a part of a shard at a time: all of it, or what is decoded
+    together."""
+    if format is None:
+        return [(slice(None), received.view(ranks, -1))]
+    assert accumulate is not None, "what travels in a format is summed by the ranks"
+    return formats.decoded_parts(format, received, ranks, accumulate)
 
 
 def _from_nodes(comms: Groups, sent: Tensor, receive: Tensor, of_node: Callable[[Tensor, Tensor], None]) -> Tensor:
@@ -83,42 +122,6 @@ def all_reduce_replicas_wide(
     shard.copy_(sums[:n])
 
 
-# ---- Reductions that travel in a wire format (formats.py): the same, of what is encoded.
-#
-#     sent = encode(full); received = exchange(sent); shard = decode(received[0]) + decode(received[1]) + ...
-#
-# A vector is encoded where it is, from the front, and lost. Sums of a node are encoded once more for the others.
-
-
-def reduce_encoded(
-    comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool, accumulate: torch.dtype, format: Format
-) -> None:
-    """Reduces a vector, as `flat.reduce_into`, and overwrites it. receive: in bytes"""
-    received = sent = full.view(torch.uint8)[: format.nbytes(full.numel())]
-    formats.encode(format, full, sent)
-    parts = comms.ranks
-    if hierarchical(comms) and not comms.deterministic:
-
-        def of_node(out: Tensor, received: Tensor) -> None:
-            blocks = out.view(-1, format.block_bytes)
-            for part, rows in formats.decoded_parts(format, received, comms.local_ranks, accumulate):
-                total = rows.new_empty(rows.shape[1])
-                local_sum(total, rows, comms.reduce_scratch, dtype=accumulate)
-                at = slice(part.start // format.block, part.stop // format.block)
-                blocks[at].copy_(format.encode(total.view(-1, format.block)))
-
-        parts = comms.nodes
-        received = _from_nodes(comms, sent, receive, of_node)
-    elif comms.ranks > 1:
-        received = receive[: sent.numel()]
-        comms.reduce_group.all_to_all(received, sent)
-    for part, rows in formats.decoded_parts(format, received, parts, accumulate):
-        if comms.deterministic:
-            add_rows(shard[part], rows, comms.reduce_scratch, add=add)
-        else:
-            local_sum(shard[part], rows, comms.reduce_scratch, add=add, dtype=accumulate)
-
-
 # ---- Sums over micro-shards in their order, whatever the number of ranks that hold them (micro_shards.py).
 #
 #     shard = ((shard + rows[0]) + rows[1]) + ...          # each addition rounded to the shard's dtype
@@ -126,17 +129,6 @@ def reduce_encoded(
 # One rank that reduces one microbatch after the other does the same: no rank adds anything up before. A reduction is
 # an exchange, followed by these additions where the shard is. A rank sends (R - 1) n elements, as for the backend's
 # own sum; the receive buffer has R n.
-
-
-def reduce_in_order(comms: Groups, shard: Tensor, full: Tensor, receive: Tensor, *, add: bool) -> None:
-    """Reduces one microbatch of every rank, as `flat.reduce_into`. receive: at least R n elements of the wire's dtype,
-    none with one rank"""
-    rows = full.view(comms.ranks, -1)
-    if comms.ranks > 1:
-        received = receive[: full.numel()]
-        comms.reduce_group.all_to_all(received, full)
-        rows = received.view(comms.ranks, -1)
-    add_rows(shard, rows, comms.reduce_scratch, add=add)
 
 
 def add_rows(out: Tensor, rows: Tensor, scratch: Scratch, *, add: bool) -> None:

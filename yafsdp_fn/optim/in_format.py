@@ -26,6 +26,7 @@ from yafsdp_fn.optim.base import (
     chain,
     checked_update,
     name,
+    new_count,
 )
 from yafsdp_fn.optim.partition import Decay, Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm, Scale
@@ -39,9 +40,13 @@ from yafsdp_fn.util.mesh_axes import round_up
 
 
 class InFormatState(NamedTuple):
-    """The state of `in_format`. inner_state: of the transformation inside; what it keeps of parameters is encoded"""
+    """The state of `in_format`. inner_state: of the transformation inside; what it keeps of parameters is encoded
+
+    updates: int32 [], how many there were, if the format rounds stochastically; else None
+    """
 
     inner_state: State
+    updates: Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,12 +86,15 @@ def in_format(tx: Any, format: Format) -> GradientTransformation:
         )
 
     def init(params: Tree) -> State:
-        return InFormatState(_encoded(format, inner.init(params)))
+        updates = new_count(params) if format.stochastic else None
+        return InFormatState(_encoded(format, inner.init(params)), updates)
 
     def update(updates: Tree, state: InFormatState, params: Tree | None = None) -> tuple[Tree, State]:
         wide = optree.tree_map(partial(decoded, format), state.inner_state, is_leaf=is_sharded)
         new, after = checked_update(inner, updates, wide, params)
-        return new, InFormatState(_encoded(format, after))
+        if state.updates is None:
+            return new, InFormatState(_encoded(format, after))
+        return new, InFormatState(_encoded(format.at(state.updates), after), state.updates + 1)
 
     return GradientTransformation(init, update, elementwise=True, rule=InFormat(inner, format=format))
 
