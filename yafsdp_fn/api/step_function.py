@@ -32,11 +32,12 @@ from yafsdp_fn.runtime import consistency, errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed
 from yafsdp_fn.runtime.batch import batch_axes
 from yafsdp_fn.runtime.execute import Session, VisitRunner
-from yafsdp_fn.runtime.graph_walks import depends
+from yafsdp_fn.runtime.graph_walks import depends, foreign, leaves_behind, of_other_calls
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.pipeline import StageResults, StageSession, must_be_same, smooth
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
+from yafsdp_fn.runtime.pure import content
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.shards import Shards
@@ -197,6 +198,8 @@ class StepFunction:
             # the step
             learns = not verified.runs and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
+                if session.watch:
+                    arguments.check_rest()
                 session.start()
                 results = _run_calls(session, arguments, self.has_aux, seed)
                 if updates is not None:
@@ -330,6 +333,8 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
     def forward(call: Call) -> None:
         arrived = session.begin(call)
         counter = counter_of(comms, seed, call.microbatch)
+        watched = session.memory.masters() if session.watch else []
+        before = content(watched, False)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             # the loss
             try:
@@ -340,6 +345,8 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
                 if session.explained(error) is error:  # under no name: a cycle through its traceback, and this frame
                     raise
                 raise session.explained(error) from error
+        if content(watched, False) != before:
+            raise errors.leaf_written()
         # what it has made, and what leaves for other segments
         left = session.leaving()
         has_loss = True
@@ -355,6 +362,8 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
         if has_loss:
             if not mean.total.requires_grad:
                 raise ValueError(INDEPENDENT)
+            if session.watch:
+                _check_graph_of(mean.total, session)
             own.append((get_gradient_edge(mean.total), torch.ones_like(mean.total)))
         # the token is a root, too: visits that the loss does not use get their backward, in its place
         own.append((get_gradient_edge(session.token), torch.zeros_like(session.token)))
@@ -401,6 +410,14 @@ def _run_calls(session: Session, arguments: Arguments, has_aux: bool, seed: Seed
     if of_stage is None:
         return results
     return Results(of_stage.losses, of_stage.aux, [])
+
+
+def _check_graph_of(total: Tensor, session: Session) -> None:
+    """Raises if a loss depends on what gets no gradient: parameters of modules, and visits of earlier calls."""
+    if of_modules := foreign(leaves_behind([total])):
+        raise errors.parameter_of_a_module(of_modules[0])
+    if others := of_other_calls(total, session):
+        raise errors.of_an_earlier_call(others[0])
 
 
 @contextmanager
