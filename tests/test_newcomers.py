@@ -381,6 +381,9 @@ SILENT: dict[str, Any] = {
 }
 
 UNCLEAR: dict[str, Any] = {
+    "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
+        lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
+    ),
     "TypeError: shard_batch: x is a nested tensor, whose rows neither ranks nor microbatches can share": (
         lambda mesh: ya.shard_batch({"x": RAGGED}, mesh)
     ),
