@@ -348,6 +348,9 @@ SILENT: dict[str, Case] = {
 }
 
 UNCLEAR: dict[str, Case] = {
+    "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
+        lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
+    ),
     "TypeError: shard_batch: x is a nested tensor, whose rows neither ranks nor microbatches can share": cutting(
         {"x": RAGGED}
     ),

@@ -27,7 +27,14 @@ def matrices(path: str, param: ya.Param) -> bool:
     return len(param.shape) > 1
 
 
+def centred(updates: Any, state: Any, params: Any = None) -> Any:
+    return optree.tree_map(lambda u: (u - u.mean()).float(), updates), state
+
+
 TXS: dict[str, Any] = {
+    "undeclared, of another dtype": optim.chain(
+        optim.GradientTransformation(lambda params: (), centred), optim.sgd(0.1)
+    ),
     "momentum": optim.sgd(0.1, momentum=0.9),
     "nesterov": optim.sgd(0.1, momentum=0.9, nesterov=True),
     "scale by a number": optim.chain(optim.scale(0.3), optim.sgd(0.1)),

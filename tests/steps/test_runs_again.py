@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy
@@ -16,7 +17,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.groups import outcome
 from tests.harness.pool import on_ranks
-from tests.harness.small import batch, block, model, with_block
+from tests.harness.small import batch, block, loss, model, with_block, with_ends
 
 TX = ya.optim.sgd(0.1)
 SAID = r"layers\[\d\]: run again for its backward, the block returned other values .* a generator of its own"
@@ -93,13 +94,53 @@ def test_the_same_values_serve(mesh: Any, which: str) -> None:
     assert steps(mesh, which, "all")[0] == "returned"
 
 
+# ---- what begins after some steps, as by a schedule: steps 1, 2, 4, 8 and so on look again
+
+Later = Callable[[Any, Any, bool], ya.Mean]
+"""A loss of parameters, batch and whether it has begun to be another one."""
+
+
+def of_a_generator(params: Any, rows: Any, begun: bool, generator: torch.Generator) -> ya.Mean:
+    drawn = lambda x: torch.rand(x.shape, generator=generator) if begun else 1.0  # noqa: E731
+    return noisy(drawn)(params, rows)
+
+
+def of_a_module(params: Any, rows: Any, begun: bool, module: torch.nn.Module) -> ya.Mean:
+    middle = lambda params, x: module(x) if begun else x  # noqa: E731
+    return with_ends(middle)(params, rows)
+
+
+def of_a_write(params: Any, rows: Any, begun: bool) -> ya.Mean:
+    if begun:
+        with torch.no_grad():
+            optree.tree_leaves(params)[0].mul_(0.5)
+    return loss(params, rows)
+
+
+def of_an_earlier_step(params: Any, rows: Any, begun: bool, kept: list[Tensor]) -> ya.Mean:
+    def middle(params: Any, x: Tensor) -> Tensor:
+        x, _ = ya.scan(block, x, params.layers)
+        before, kept[:] = list(kept), [x]
+        return x + before[0] if begun else x
+
+    return with_ends(middle)(params, rows)
+
+
+LATER: dict[str, tuple[Callable[[], Later], str]] = {
+    "a generator": (lambda: partial(of_a_generator, generator=torch.Generator().manual_seed(1)), SAID),
+    "a module": (lambda: partial(of_a_module, module=torch.nn.Linear(5, 5)), "depends on a torch.nn.Parameter"),
+    "a write": (lambda: of_a_write, "writes into the leaves of its parameters in place"),
+    "an earlier step": (lambda: partial(of_an_earlier_step, kept=[]), r"an output of layers\[2\] that an earlier call"),
+}
+
+
 @on_ranks(1, 2)
 @pytest.mark.parametrize("first", [1, 3])
-def test_later_steps_look_again(mesh: Any, first: int) -> None:
-    """Noise that begins after some steps, as by a schedule: the next step whose number is a power of two finds it."""
-    generator, begun = torch.Generator().manual_seed(1), False
-    loss = noisy(lambda x: torch.rand(x.shape, generator=generator) if begun else torch.ones(()))
-    step = ya.train_step(loss, TX, schedule=ya.schedules.zero3(remat="all"))
+@pytest.mark.parametrize("what", LATER)
+def test_later_steps_look_again(mesh: Any, what: str, first: int) -> None:
+    made, said = LATER[what]
+    later, begun = made(), False
+    step = ya.train_step(lambda params, rows: later(params, rows, begun), TX, schedule=ya.schedules.zero3(remat="all"))
     state = ya.init(model(), TX, mesh=mesh)
     for _ in range(first):
         state, _ = step(state, batch())
@@ -110,5 +151,5 @@ def test_later_steps_look_again(mesh: Any, first: int) -> None:
         while state.step <= 4:
             state, _ = step(state, batch())
 
-    assert re.search(SAID, outcome(run))
+    assert re.search(said, outcome(run))
     assert state.step == (1 if first == 1 else 4)

@@ -65,6 +65,13 @@ def test_padding_stays_zero(mesh: Any) -> None:
         assert relative(squares, whole) < 1e-12
 
 
+@on_ranks(2)
+def test_strided_shards_are_gathered(mesh: Any) -> None:
+    params = ya.init(base_params(3), TX, mesh=mesh).params
+    strided = optree.tree_map(lambda leaf: torch.stack([leaf, leaf], -1)[..., 0], params)
+    compare(ya.unshard(strided), ya.unshard(params), 0.0, "strided")
+
+
 def numbers(mesh: Any, name: str) -> None:
     abstract, ranks = PROBLEMS[name].params(3), mesh.size()
     state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)

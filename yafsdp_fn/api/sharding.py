@@ -109,6 +109,11 @@ def shard(
     >>> torch.equal(ya.unshard(state.params)["head"]["out"], plain["head"]["out"])
     True
     """
+    if like is not None and handles(like):
+        raise TypeError(
+            "shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole "
+            "tensors: ya.unshard(state.params), say, with ya.frozen around a part"
+        )
     state = params if isinstance(params, ShardedState) else None
     tree: Tree = state.check().params if state is not None else params
     found = handles(tree)

@@ -197,6 +197,8 @@ class StepFunction:
             # the step
             learns = not verified.runs and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
+                if session.watch:
+                    arguments.check_rest()
                 session.start()
                 results = session.run_calls(StepLoss(arguments, self.has_aux, seed))
                 if updates is not None:

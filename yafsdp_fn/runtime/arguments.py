@@ -111,7 +111,7 @@ class Arguments:
 
     def check_rest(self) -> None:
         """Raises TypeError for a tensor that nothing can be learnt from, and for what a call uses up: asked before the
-        first one."""
+        first one, and where a step looks."""
         for accessor, leaf in handles_and_leaves(self.rest):
             if isinstance(leaf, Iterator):
                 raise TypeError(

@@ -190,6 +190,14 @@ def weight_written(visit: str) -> RuntimeError:
     return RuntimeError(f"{visit}: the block writes into its weights in place; work on a copy")
 
 
+def of_an_earlier_call(visit: str) -> RuntimeError:
+    """Returns the error for a loss that uses what an earlier call of it has kept, with its graph."""
+    return RuntimeError(
+        f"the loss depends on an output of {visit} that an earlier call of the loss has kept, and no gradient goes "
+        "back through that call. Keep it detached (x.detach())"
+    )
+
+
 def leaf_written() -> RuntimeError:
     """Returns the error for a loss that writes to the shards of its parameters."""
     return RuntimeError(

@@ -40,6 +40,7 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to, returned
 from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.graph_walks import foreign, leaves_behind, of_other_calls
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
@@ -519,10 +520,25 @@ class Session(VisitRunner):
         self.end_backward([next(found) if leaf.requires_grad else None for leaf in self.leaves])
         return results
 
+    def call_loss(self, loss: StepLoss, microbatch: int, *, copied: bool = False) -> tuple[Mean, Tree]:
+        watched = self.memory.masters() if self.watch else []
+        before = pure.content(watched, False)
+        called = super().call_loss(loss, microbatch, copied=copied)
+        if pure.content(watched, False) != before:
+            raise errors.leaf_written()
+        return called
+
     def loss_root(self, mean: Mean) -> BackwardRoot:
-        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss."""
+        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss. In a step that
+        looks it raises for a loss that depends on what gets no gradient: parameters of modules, visits of earlier
+        calls."""
         if not mean.total.requires_grad:
             raise ValueError(INDEPENDENT)
+        if self.watch:
+            if of_modules := foreign(leaves_behind([mean.total])):
+                raise errors.parameter_of_a_module(of_modules[0])
+            if others := of_other_calls(mean.total, self):
+                raise errors.of_an_earlier_call(others[0])
         return get_gradient_edge(mean.total), torch.ones_like(mean.total)
 
     def token_root(self) -> BackwardRoot:

@@ -67,6 +67,7 @@ MEANT = {
     "state.bfloat16": _PRECISION,
     "state.to": _PRECISION,
     "state.load_state_dict": _LOAD,
+    "state.replace": "dataclasses.replace(state, params=tree)",
     "state.save": "ya.checkpoint.save(folder, state)",
     "state.zero_grad": "nothing: a step makes its gradients anew",
     "state.train": _MODE,
