@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,36 +130,32 @@ class Life:
         self.state, metrics = step(self.state, self.batch())
         return [metrics["loss"], metrics["skipped"], *([metrics["grad_norm"]] if self.setting.clips else [])]
 
-    def told(self, **what: Any) -> pytest.MonkeyPatch:
-        patch = pytest.MonkeyPatch()
-        for name, value in what.items():
-            patch.setattr(Told, name, value)
-        return patch
+    @contextlib.contextmanager
+    def told(self, **what: Any) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in what.items():
+                patch.setattr(Told, name, value)
+            yield
 
     def fail(self, place: str) -> None:
         """A step that does not happen."""
         error = KeyboardInterrupt if self.times % 2 else Planned
-        patch = self.told(failure=(place, error))
-        with pytest.raises(error):
+        with self.told(failure=(place, error)), pytest.raises(error):
             self.step(self.state, self.batch())
-        patch.undo()
 
 
 def within(life: Life) -> Any:
-    patch = life.told(evaluates=True)
-    out = life.take(life.step)
-    patch.undo()
-    return out
+    with life.told(evaluates=True):
+        return life.take(life.step)
 
 
 def averaged(life: Life) -> Any:
-    mean = optree.tree_map(lambda a, b: (a + b) / 2, life.state.params, life.init(seed=1).params)
-    return life.evaluate(mean, life.batch())
+    """Of the state's parameters and others."""
+    return optree.tree_map(lambda a, b: 0.9 * a + 0.1 * b, life.state.params, life.init(seed=1).params)
 
 
 def replaced(life: Life) -> Any:
-    mean = optree.tree_map(lambda a, b: 0.9 * a + 0.1 * b, life.state.params, life.init(seed=1).params)
-    life.state = dataclasses.replace(life.state, params=mean)
+    life.state = dataclasses.replace(life.state, params=averaged(life))
 
 
 @torch.no_grad()
@@ -214,18 +211,15 @@ def by_program(life: Life) -> Any:
 def skipped(life: Life) -> Any:
     if not life.setting.clips:
         return None
-    patch = life.told(factor=float("nan"))
-    out = life.take(life.step)
-    patch.undo()
+    with life.told(factor=float("nan")):
+        out = life.take(life.step)
     assert out[1] == 1
     return out[1]
 
 
 def regularised(life: Life) -> Any:
-    patch = life.told(regularises=True)
-    out = life.take(life.step)
-    patch.undo()
-    return out
+    with life.told(regularises=True):
+        return life.take(life.step)
 
 
 ACTIONS: dict[str, Callable[[Life], Any]] = {
@@ -233,7 +227,7 @@ ACTIONS: dict[str, Callable[[Life], Any]] = {
     "other step": lambda life: life.take(life.other),
     "evaluation": lambda life: life.evaluate(life.state, life.batch()),
     "evaluation in the loss": within,
-    "average": averaged,
+    "average": lambda life: life.evaluate(averaged(life), life.batch()),
     "replaced": replaced,
     "written": written,
     "frozen written": written_frozen,

@@ -7,6 +7,7 @@ the same bits.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +31,6 @@ from yafsdp_fn.schedules import Gather, Op
 
 Mesh = Any
 WORLDS = on_ranks(1, 2)
-ON_WORLDS = on_ranks(1, 2)
 
 
 def live(
@@ -47,17 +47,6 @@ def live(
     assert program.has_updates is update
     assert copies or not update or bool(program.carried())
     return seen
-
-
-def every_way(_: Mesh, setting: Setting, histories: list[list[str]], folder: Path) -> None:
-    for number, history in enumerate(histories):
-        expected = live(setting, False, True, history, folder / str(number) / "copies")
-        for update in (True, False) if setting.mesh == "shard" and setting.kind == "frozen" else (True,):
-            found = live(setting, update, False, history, folder / str(number) / str(update))
-            for (action, tensors), (_, others) in zip(found, expected, strict=True):
-                assert len(tensors) == len(others)
-                for a, b in zip(tensors, others, strict=True):
-                    assert torch.equal(a, b) or bool(a.isnan() & b.isnan()), f"{action} of {history}, update={update}"
 
 
 def drawn(seed: int, length: int) -> list[str]:
@@ -96,7 +85,15 @@ def test_every_history_ends_in_the_same_bits(mesh: Any, setting: Setting, tmp_pa
     seed = 10 * world + (SETTINGS if world < 4 else FOUR).index(setting)
     every = random.Random(seed).sample(list(ACTIONS), len(ACTIONS) // (2 if world == 4 else 1))
     histories = [every, *(drawn(seed + number, 12) for number in range(2 if world == 1 else 0))]
-    every_way(mesh, setting, histories, tmp_path)
+    for number, history in enumerate(histories):
+        folder = tmp_path / str(number)
+        expected = live(setting, False, True, history, folder / "copies")
+        for update in (True, False) if setting.mesh == "shard" and setting.kind == "frozen" else (True,):
+            found = live(setting, update, False, history, folder / str(update))
+            for (action, tensors), (_, others) in zip(found, expected, strict=True):
+                assert len(tensors) == len(others)
+                for a, b in zip(tensors, others, strict=True):
+                    assert torch.equal(a, b) or bool(a.isnan() & b.isnan()), f"{action} of {history}, update={update}"
 
 
 # ---- how often weights are gathered
@@ -134,7 +131,7 @@ CARRIED: dict[str, int] = {
 """Action -> gathers that the next step needs beside its program's: of the first units, and of all that is frozen."""
 
 
-@ON_WORLDS
+@WORLDS
 def test_what_is_lost_is_gathered_once(_: Mesh, tmp_path: Path) -> None:
     life = Life(Setting("shard", "zero2", False, "frozen"), True, tmp_path)
     for action in ("step", "step", "other step", "other step", "kept", "gradients", "gradients", "step"):
@@ -172,17 +169,18 @@ def failing_after(update: Callable[..., None], error: type[BaseException]) -> Ca
     return written
 
 
-def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
-    """A failure at the end of the backward changes nothing; one after the first update leaves no state."""
-    for error in (Planned, KeyboardInterrupt):
-        life = Life(Setting("shard", builder, clips, "pinned"), True, folder)
+@pytest.mark.sampled
+@WORLDS
+@pytest.mark.parametrize("clips", [True, False])
+def test_a_failure_in_the_backward(_: Mesh, clips: bool, tmp_path: Path) -> None:
+    """One at the end of the backward changes nothing; one after the first update leaves no state."""
+    for builder, error in itertools.product(("zero2", "zero3"), (Planned, KeyboardInterrupt)):
+        life = Life(Setting("shard", builder, clips, "pinned"), True, tmp_path)
         for _ in range(3):
             life.take(life.step)
         copy, before = life.state.copy(), bits(life.state)
-        patch = life.told(failure=("end of the backward", error))
-        with pytest.raises(error):
+        with life.told(failure=("end of the backward", error)), pytest.raises(error):
             life.step(life.state, batch_of(life.rank))
-        patch.undo()
         assert same(bits(life.state), before)
         expected, _ = life.train()(copy.copy(), batch_of(life.rank))
         old = life.state
@@ -199,12 +197,3 @@ def late(_: Mesh, clips: bool, builder: str, folder: Path) -> None:
                 use(life)
         life.state = kept
         life.take(life.step)
-
-
-@pytest.mark.sampled
-@WORLDS
-@pytest.mark.parametrize("clips", [True, False])
-def test_a_failure_in_the_backward(mesh: Any, clips: bool, tmp_path: Path) -> None:
-    """The state is as before."""
-    for builder in ("zero2", "zero3"):
-        late(mesh, clips, builder, tmp_path)

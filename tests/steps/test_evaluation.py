@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import optree
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import dropout
 
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, check_steps, compare, global_batch, looped, own_and_all, plain, whole
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import (
     IGNORED,
     PROBLEMS,
@@ -23,10 +23,7 @@ from tests.harness.problems import (
     Params,
     base_loss,
     base_params,
-    block,
     dropout_loss,
-    embed,
-    head,
 )
 
 TX = ya.optim.adamw(1e-2)
@@ -146,57 +143,28 @@ def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
             compare(function(state.params, batch_of(rank)), expected, 1e-5, f"{parts} microbatches")
 
 
-def drawn(params: Params, batch: Batch) -> tuple[ya.Mean, Tensor]:
-    """What dropout draws in each layer, as aux of this rank: [L, 64]."""
-
-    def draw(x: Tensor, w: Any) -> tuple[Tensor, Tensor]:
-        return block(x, w)[0], dropout(torch.ones(64), 0.5)
-
-    x = ya.apply(embed, params.embed, batch["tokens"])
-    x, ys = ya.scan(draw, x, params.layers)
-    mean: ya.Mean = ya.apply(head, params.head, x, batch["targets"])
-    return mean, ys
-
-
-def draws(mesh: Any) -> list[list[float]]:
-    """Every draw of two steps of two seeds."""
-    step = ya.train_step(drawn, TX, has_aux=True, microbatches=3)
-    out = []
-    for seed in range(2):
-        state = ya.init(base_params(2), TX, mesh=mesh, seed=seed)
-        for _ in range(2):
-            state, metrics = step(state, batch_of(0))
-            out += metrics["aux"].flatten(0, 1).tolist()
-    return out
-
-
-def test_random_numbers_are_independent(pools: Pools) -> None:
-    """Of rank, seed, step, microbatch and layer: each draws its own, though the batches are the same."""
-    found = [tuple(draw) for of_rank in pools[2].run(draws) for draw in of_rank]
-    assert len(found) == 2 * 2 * 2 * 3 * 2 and len(set(found)) == len(found)
-
-
 # ---- parameters that are not the state's own
+
+
+averaged = functools.partial(optree.tree_map, lambda a, b: 0.7 * a + 0.3 * b)
 
 
 @WORLDS
 def test_averaged_parameters(mesh: Any) -> None:
     """An exponential average of the parameters, by tree_map, evaluated between steps."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    step, evaluate = ya.train_step(base_loss, TX), ya.eval_step(base_loss)
     for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
         loose = 1e-5 if precision == ya.Precision() else 2e-2
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
         oracle = ya.PlainState.create(base_params(3), TX)
-        step, plain_step = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
-        evaluate, plain_evaluate = ya.eval_step(base_loss), ya.eval_step(base_loss)
-        mean = optree.tree_map(Tensor.clone, state.params)
-        plain_mean = whole(oracle.params)
+        mean, plain_mean = optree.tree_map(Tensor.clone, state.params), whole(oracle.params)
         for number in range(4):
-            state, _ = step(state, batch_of(rank, seed=number))
-            oracle, _ = plain_step(oracle, global_batch(ranks, seed=number))
-            mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, mean, state.params)
-            plain_mean = optree.tree_map(lambda a, b: 0.7 * a + 0.3 * b, plain_mean, whole(oracle.params))
+            mine, everything = own_and_all(mesh, seed=number)
+            state, _ = step(state, mine)
+            oracle, _ = step(oracle, everything)
+            mean = averaged(mean, state.params)
+            plain_mean = averaged(plain_mean, whole(oracle.params))
             for tree, expected in ((mean, plain_mean), (state, oracle)):
-                got = evaluate(tree, batch_of(rank))["loss"]
-                compare(got, plain_evaluate(expected, global_batch(ranks))["loss"], loose, f"step {number}")
+                got = evaluate(tree, mine)["loss"]
+                compare(got, evaluate(expected, everything)["loss"], loose, f"step {number}")
         compare(mean, plain_mean, loose, "the average")

@@ -169,12 +169,6 @@ LOSSES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it",
     ),
-    "a weight of the visits": (
-        lambda p, d: ya.Mean(*[loss(p, d)] * 2),
-        {},
-        ValueError,
-        "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it",
-    ),
     "a weight per row": (
         lambda p, d: ya.Mean(loss(p, d), torch.ones(4)),
         {},
@@ -186,12 +180,6 @@ LOSSES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         {"has_aux": True},
         TypeError,
         r"has_aux=True: the function must return \(loss, aux\), got Tensor",
-    ),
-    "a Mean for aux": (
-        lambda p, d: ya.Mean(loss(p, d), 1),
-        {"has_aux": True},
-        TypeError,
-        r"has_aux=True: the function must return \(loss, aux\), got Mean",
     ),
     "three for aux": (
         lambda p, d: (loss(p, d), 1, 2),
@@ -216,24 +204,12 @@ def test_a_loss_of_the_wrong_type(which: str) -> None:
 
 
 def test_wrong_divisions_of_a_batch() -> None:
-    now = state()
-    for of in (now, plain()):
+    for of in (state(), plain()):
         with pytest.raises(ValueError, match=r"targets.* has 4 rows, not a multiple of 3 microbatches") as caught:
             ya.train_step(loss, TX, microbatches=3)(of, batch())
         assert "0.1." not in str(caught.value), "a path that means nothing to a user"
-    for number in (0, -1):
-        with pytest.raises(ValueError, match=rf"microbatches={number}: expected .* at least 1|>= 1"):
-            ya.train_step(loss, TX, microbatches=number)
     with pytest.raises((TypeError, ValueError), match=r"microbatches=2.0: expected an integer"):
         ya.train_step(loss, TX, microbatches=2.0)
-    mesh = ya.mesh(device="cpu")
-    assert ya.shard_batch(batch(), mesh)["tokens"].shape == (4, 3)
-
-
-@on_ranks(2)
-def test_a_batch_that_ranks_cannot_share(mesh: Any) -> None:
-    with pytest.raises(ValueError, match=r"shard_batch: targets has 3 rows, not a multiple of 2 ranks"):
-        ya.shard_batch(batch(rows=3), mesh)
 
 
 def test_foreign_optimizers() -> None:
@@ -246,27 +222,15 @@ def test_foreign_optimizers() -> None:
         assert same(optree.tree_leaves(ya.unshard(ours)), optree.tree_leaves(expected.params))
         with pytest.raises(ValueError, match=r"program updates unit by unit, but .* does not declare `elementwise`"):
             ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=True)).lower(state(tx=tx), batch())
-    with pytest.raises(TypeError, match=r"expected a GradientTransformation or a pair of functions \(init, update\)"):
-        state(tx=torch.optim.AdamW)
     with pytest.raises((TypeError, ValueError), match=r"optimizer|optim"):
         ya.train_step(loss, ya.optim.sgd(1.0))(state(), batch())
 
 
 def test_arguments_of_steps() -> None:
     now = state()
-    with pytest.raises(TypeError, match="train_step takes a ShardedState or a PlainState, got dict"):
-        ya.train_step(loss, TX)(now.params, batch())
-    with pytest.raises(TypeError, match=r"schedule: expected a function .* or a Program, got 'zero3'"):
-        ya.train_step(loss, TX, schedule="zero3")
     with pytest.raises(TypeError, match=r"schedule.*zero3\(\)"):  # the call forgotten
         ya.train_step(loss, TX, schedule=ya.schedules.zero3)(now, batch())
-    with pytest.raises(TypeError, match="the schedule returned NoneType, expected a Program"):
-        ya.train_step(loss, TX, schedule=lambda trace: None)(state(), batch())
     for factory in (ya.schedules.zero3, ya.schedules.zero2):
         with pytest.raises(ValueError, match=rf"{factory.__name__}\(prefetch=-1\): expected an integer >= 0"):
             factory(prefetch=-1)
-    with pytest.raises(ValueError, match=r"argnums=2: the function was called with 2 positional arguments"):
-        ya.value_and_grad(loss, argnums=2)(now.params, batch())
-    with pytest.raises(TypeError, match=r"a differentiated argument has a leaf torch.int64 \(4, 3\)"):
-        ya.value_and_grad(loss, argnums=(0, 1))(now.params, batch())
     assert same(bits(now), bits(state()))

@@ -134,16 +134,14 @@ def test_map_layers(mesh: Any) -> None:
         kept = ya.map_whole_layers(lambda layer: layer, stack)
         for got, expected in zip(kept.leaves, stack.leaves, strict=True):
             assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
-        doubled = ya.map_whole_layers(lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer), stack)
-        expected = optree.tree_map(lambda x: 2 * x.double(), rows)
-        compare(doubled, expected, 0.0, "an elementwise function, in another dtype")
-
-        names = ya.map_whole_layers(
-            lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, stack
-        )
-        assert names["no"] is None and names["shape"].tolist() == [5, 5, 5]
-        compare(names["norm"], torch.stack([up.norm() for up in rows.up]), 0.0, "statistics")
-        assert ya.map_whole_layers(lambda layer: None, stack) is None
+        for function, what in (
+            (
+                lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer),
+                "an elementwise function, in another dtype",
+            ),
+            (lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, "statistics"),
+        ):
+            compare(ya.map_whole_layers(function, stack), ya.map_whole_layers(function, rows), 0.0, what)
 
         function = ya.value_and_grad(base_loss)
         _, grads = function(state.params, batch_of(rank))

@@ -45,12 +45,12 @@ def test_the_state_comes_back_after_an_error() -> None:
 
 
 def test_a_counter_numbers_visits_with_and_without_grad_apart() -> None:
-    counter = VisitCounter(seed=7, step=2, microbatch=1)
+    counter = VisitCounter(seed=7, step=2, microbatch=1, rank=3)
     first = counter.next_seed()
     with torch.no_grad():
         beside = counter.next_seed()
     second = counter.next_seed()
-    assert (first, second) == (visit_seed(7, 2, 1, 0, 0), visit_seed(7, 2, 1, 1, 0))
+    assert (first, second) == (visit_seed(7, 2, 1, 0, 3), visit_seed(7, 2, 1, 1, 3))
     assert beside == first  # a session beside the step's own numbers them so, too
 
 

@@ -16,18 +16,12 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.meshes import mesh_of
 from tests.harness.pool import on_ranks
+from tests.steps.staged.test_accepted_pipelines import ORDERS
 from yafsdp_fn import schedules as s
 from yafsdp_fn.runtime import programs
 
 E, ROWS, PARTS, STEPS = 64, 1 << 9, 2, 200
 CARRY = E * ROWS * 4
-ORDERS: dict[str, tuple[Any, int, Any]] = {
-    "gpipe": (s.gpipe, 1, "loop"),
-    "one_f_one_b": (s.one_f_one_b, 1, "loop"),
-    "zero_bubble": (s.zero_bubble, 1, "loop"),
-    "interleaved": (s.interleaved, 2, "loop"),
-    "v_shaped": (s.v_shaped, 2, "v"),
-}
 
 
 class Held(NamedTuple):
