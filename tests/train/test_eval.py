@@ -7,7 +7,8 @@ import io
 import json
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import optree
 import pytest
@@ -29,9 +30,7 @@ MODEL = qwen3.Config(vocab=300, embed=32, ffn=40, layers=2, heads=2, kv_heads=1,
 
 def speaker(mesh: Any) -> loaded.Loaded:
     """A model of bytes for texts of 24 tokens; weights far from the initial ones."""
-    whole = optree.tree_map(
-        lambda leaf: leaf * 6, ya.params.without_markers(ya.materialize(qwen3.params(MODEL), seed=5))
-    )
+    whole = optree.tree_map(lambda leaf: leaf * 6, ya.materialize(qwen3.params(MODEL), seed=5))
     state = ya.shard(whole._replace(layers=ya.Stacked(whole.layers)), mesh=mesh)
     return loaded.Loaded("it", MODEL, state.params, Bytes(), frozenset([0]), 24, torch.float32, "cpu")
 
@@ -55,16 +54,6 @@ def test_windows_predict_each_token_once() -> None:
     assert parts[-1] == Part([6, 7, 8, 9, 10, 11], [12])
 
 
-class Found(NamedTuple):
-    parts: list[Any]
-    expected: list[float]
-    perplexity: list[Any]
-    nats: float
-    accuracy: Any
-    dog: float
-    harness: list[Any]
-
-
 TEXTS = {"a": "for each of the words", "b": "a much longer text, of which windows are made: é" * 2}
 QUESTIONS = [
     evaluate.Question("The dog", ("barks", "is", "asks for a long walk"), 1),
@@ -73,11 +62,12 @@ QUESTIONS = [
 ]
 
 
-class Request(NamedTuple):
-    args: tuple[Any, ...]
+def asked(*of: str) -> Any:
+    """A request of lm-eval."""
+    return SimpleNamespace(args=of)
 
 
-def measured(mesh: Any) -> Found:
+def measured(mesh: Any) -> SimpleNamespace:
     it = speaker(mesh)
     parts = [Part([0, *range(5, 5 + n)], [40 + n, 3, 7][: 1 + n % 3]) for n in range(7)] + [Part([0] * 30, [5, 6])]
     found = likelihoods(it, parts, 3)
@@ -89,11 +79,12 @@ def measured(mesh: Any) -> Found:
     with contextlib.suppress(ConfigError):  # the interface alone, where lm-eval is installed
         lm = evaluate.model(it, 4)
         told = [
-            lm.loglikelihood([Request(("The dog", " barks"))]),
-            lm.loglikelihood_rolling([Request((TEXTS["b"],))]),
+            lm.loglikelihood([asked("The dog", " barks")]),
+            lm.loglikelihood_rolling([asked(TEXTS["b"])]),
         ]
     dog = nats(it, list(b"The dog"), list(b" barks"))
-    return Found(found, expected, of_texts, whole, scores, dog, told)
+    of_it = {"parts": found, "expected": expected, "perplexity": of_texts, "nats": whole, "accuracy": scores}
+    return SimpleNamespace(**of_it, dog=dog, harness=told)
 
 
 def test_scores_are_those_of_whole_sequences_on_one_rank_and_on_two(pools: Pools) -> None:
@@ -118,10 +109,10 @@ def test_a_choice_is_right_by_its_likelihood_or_by_that_of_a_byte(monkeypatch: p
 
     def scored(it: Any, parts: list[Part], batch: int) -> list[Any]:
         texts = [bytes(part.targets).decode() for part in parts]
-        return [type("Found", (), {"nats": by_text[text]}) for text in texts]
+        return [SimpleNamespace(nats=by_text[text]) for text in texts]
 
     monkeypatch.setattr(evaluate, "likelihoods", scored)
-    it: Any = type("Loaded", (), {"tokenizer": Bytes()})
+    it: Any = SimpleNamespace(tokenizer=Bytes())
     found = evaluate.accuracy(it, QUESTIONS, 2)
     assert found == evaluate.Accuracy(3, pytest.approx(2 / 3), pytest.approx(1 / 3))  # the longest wins by bytes
     assert found.error(found.plain) == pytest.approx(math.sqrt(2 / 9 / 3))

@@ -14,9 +14,7 @@ import models
 from models import gpt2, mixtral
 from tests.harness.marks import by_day
 from tests.harness.pool import Pools
-from tests.train.inside import Run, flags, inside, lines, text
-from train import sample
-from train.trained import loaded
+from tests.train.inside import Run, flags, inside, lines, speak, text
 
 SHAPE: dict[str, Any] = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
 TINY: dict[str, Any] = {
@@ -27,19 +25,14 @@ TINY: dict[str, Any] = {
 
 def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[str]]:
     """The run of this rank, and what `sample --json` then says of it."""
-    patch, out = pytest.MonkeyPatch(), io.StringIO()
-    for name, config in TINY.items():
-        patch.setitem(models.CONFIGS, name, config)
-    try:
+    out = io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, config in TINY.items():
+            patch.setitem(models.CONFIGS, name, config)
         run = inside(mesh, flags(folder, "--model", model, *more))
         if not run.error:
             with contextlib.redirect_stdout(out):
-                config = sample.parsed(
-                    ["--run", str(folder / "runs" / "a"), "--json", "--length", "4", "--device", "cpu"]
-                )
-                sample.show(config, loaded.load(config.source))
-    finally:
-        patch.undo()
+                speak(folder / "runs" / "a", "--json", "--length", "4")
     return run, out.getvalue().splitlines()
 
 

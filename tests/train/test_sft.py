@@ -21,8 +21,8 @@ from models import llama
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
 from tests.train.data.test_sources import Numbered
-from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, text, tiny, tuned, without
-from train import export, sample
+from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, speak, text, tiny, tuned, without
+from train import export
 from train.config import Chats, ConfigError
 from train.config_json import from_json
 from train.data.conversations import ByteChat, Conversations
@@ -31,9 +31,10 @@ from train.data.store import Packed, tokenised
 from train.data.tokenizer import Bytes
 from train.running import loop, run
 from train.settings import Config, Tuning
-from train.trained.loaded import load, opened
+from train.trained.loaded import opened
 
-F64 = ya.Precision(torch.float64, compute=torch.float64, reduce=torch.float64)
+CPU = torch.device("cpu")
+ALONE = Place(0, 1, CPU)
 
 
 class Talks:
@@ -57,26 +58,21 @@ def rows_of(kind: str, folder: Path) -> Rows:
     return Packed("text", tokenised(Talks(), Bytes(), folder), 24, "documents")
 
 
-def loss_and_gradient(mesh: Any, kind: str, folder: Path, microbatches: int) -> tuple[float, dict[str, Tensor]]:
+def loss_and_gradient(mesh: Any, kind: str, folder: Path, microbatches: int) -> tuple[float, list[Tensor]]:
     """Of four rows over all ranks, which have very different numbers of targets."""
     place = Place.of(mesh)
     batch, _ = next(batches(rows_of(kind, folder), 3, 4 // place.ranks, place, seed=0))
     batch["targets"][0, : 5 + 9 * place.rank] = -100
-    state = ya.init(llama.params(TINY), ya.optim.identity(), mesh=mesh, seed=0, precision=F64)
+    state = ya.init(llama.params(TINY), ya.optim.identity(), mesh=mesh, seed=0, precision=ya.Precision(torch.float64))
     found = ya.value_and_grad(llama.loss(TINY), microbatches=microbatches)
     loss, grads = found(state.params, batch)
-    return float(loss), {str(i): leaf for i, leaf in enumerate(optree.tree_leaves(ya.unshard(grads)))}
+    return float(loss), optree.tree_leaves(ya.unshard(grads))
 
 
 def by_hand(kind: str, folder: Path) -> tuple[float, list[Tensor]]:
     """The mean over the targets that count, one row after the other, each document a sequence of its own."""
-    params = optree.tree_map(
-        lambda leaf: leaf.double().requires_grad_(),
-        ya.params.without_markers(ya.materialize(llama.params(TINY), seed=0)),
-    )
-    whole = [
-        next(batches(rows_of(kind, folder), 3, 2, Place(rank, 2, torch.device("cpu")), seed=0))[0] for rank in (0, 1)
-    ]
+    params = optree.tree_map(lambda leaf: leaf.double().requires_grad_(), ya.materialize(llama.params(TINY)))
+    whole = [next(batches(rows_of(kind, folder), 3, 2, Place(rank, 2, CPU), seed=0))[0] for rank in (0, 1)]
     total, count = torch.zeros((), dtype=torch.float64), 0
     for rank, batch in enumerate(whole):
         batch["targets"][0, : 5 + 9 * rank] = -100
@@ -98,7 +94,7 @@ def test_the_loss_is_the_mean_over_what_counts_however_it_is_cut(pools: Pools, t
     for microbatches in (1, 2):
         for loss, grads in pools[2].run(loss_and_gradient, kind, tmp_path, microbatches):
             assert loss == pytest.approx(expected, rel=1e-12)
-            for found, own in zip(grads.values(), gradient, strict=True):
+            for found, own in zip(grads, gradient, strict=True):
                 torch.testing.assert_close(found, own, rtol=1e-9, atol=1e-12)
 
 
@@ -157,10 +153,10 @@ def test_a_small_file_trains_as_it_is_and_says_so(
     config = from_json(base / "runs" / f"small{world}" / "config.json", Tuning)
     assert (config.data.batch, config.eval_every) == (batch, 0)
     rows = [Conversations.of("text", [source], Bytes(), ByteChat(), 24, tmp_path) for source in (Talks(), Quiet())]
-    said = run.headline(config, "a model", TINY, Place(0, 1, torch.device("cpu")), *rows)
+    said = run.headline(config, "a model", TINY, ALONE, *rows)
     assert said.endswith("held out: nothing, so no evaluations; --data.heldout-files names some")
     few = dataclasses.replace(config, steps=1000)
-    assert f"1,000 steps of {batch} row" in run.headline(few, "a model", TINY, Place(0, 1, torch.device("cpu")), *rows)
+    assert f"1,000 steps of {batch} row" in run.headline(few, "a model", TINY, ALONE, *rows)
 
 
 class Quiet(Talks):
@@ -173,7 +169,7 @@ class Quiet(Talks):
 
 def test_few_rows_are_held_out_as_one_batch() -> None:
     config = Tuning(eval_every=1, data=Chats(batch=4))
-    seen = loop.Evaluation(config, lambda *_: None, Numbered("r", 3), Place(0, 1, torch.device("cpu")))
+    seen = loop.Evaluation(config, lambda *_: None, Numbered("r", 3), ALONE)
     (batch,) = [batch for batch, _ in itertools.islice(seen._read(), seen._batches)]
     assert sorted(batch["tokens"][:, 1].tolist()) == [0, 1, 2]
 
@@ -194,8 +190,7 @@ def whole(mesh: Any, folder: Path) -> Any:
 def asked(mesh: Any, folder: Path) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out), tiny():
-        config = sample.parsed(["--run", str(folder), "--prompt", "7?", "--length", "4", "--device", "cpu"])
-        sample.show(config, load(config.source))
+        speak(folder, "--prompt", "7?", "--length", "4")
     return out.getvalue()
 
 
@@ -212,7 +207,7 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
     config, leaves = llama.hf.load(tmp_path / "hf")
     assert config.vocab == 256
     merged = pools[1].run(whole, base / "runs" / "c")[0]
-    for stored, kept in zip(optree.tree_leaves(ya.params.without_markers(ya.materialize(leaves))), merged, strict=True):
+    for stored, kept in zip(optree.tree_leaves(ya.materialize(leaves)), merged, strict=True):
         assert torch.equal(stored, kept.float())
     start = ("--start", str(tmp_path / "hf"), "--tokenizer", "bytes", "--optim.learning-rate", "1e-12", "--name", "d")
     fine(pools[2].run(tuned, (*chat_flags(base), *more, *start)))

@@ -22,6 +22,7 @@ from train.launch import command as launch
 from train.running.setup import own_device
 from yafsdp_fn.api.mesh import _start
 
+ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
 FOREVER = 10**6
 """Seconds that no test waits."""
 
@@ -93,7 +94,7 @@ def test_a_failure_is_seen_while_an_earlier_rank_lives(place: int) -> None:
     assert time.monotonic() - began < 60
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+@ON_LINUX
 @pytest.mark.parametrize("codes", [(FREEZES, "import sys; sys.exit(3)"), ("import sys; sys.exit(3)", FREEZES, FREEZES)])
 def test_ranks_that_are_stopped_are_not_waited_for(codes: tuple[str, ...]) -> None:
     left = processes(*codes)
@@ -101,7 +102,7 @@ def test_ranks_that_are_stopped_are_not_waited_for(codes: tuple[str, ...]) -> No
     assert {process.returncode for process in left} == {3, -signal.SIGKILL}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
+@ON_LINUX
 def test_a_rank_that_is_stopped_where_others_ended_well_has_the_grace_to_be_continued() -> None:
     left = processes(FREEZES, "")
     assert launch.wait(left, grace=0.5) == 128 + signal.SIGKILL
@@ -146,14 +147,20 @@ def test_a_subcommand_that_is_none_starts_nothing(capfd: pytest.CaptureFixture[s
     assert capfd.readouterr().err.splitlines()[-1] == "unknown subcommand 'clmm'; did you mean clm?"
 
 
+def script(folder: Path, text: str) -> str:
+    (folder / "my.py").write_text(text)
+    return str(folder / "my.py")
+
+
+SAYS = """
+import os, sys
+rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+os.write(1, f"{rank} of {world}: {sys.argv[1:]}\\n".encode())  # at once: lines of ranks do not mix
+"""
+
+
 def test_an_own_script_runs_on_all_ranks_with_its_arguments(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "my.py"
-    script.write_text(
-        "import os, sys\n"
-        "rank, world = os.environ['RANK'], os.environ['WORLD_SIZE']\n"
-        "os.write(1, f'{rank} of {world}: {sys.argv[1:]}\\n'.encode())"  # at once: lines of ranks do not mix
-    )
-    assert launch.main(["--ranks", "2", str(script), "--steps", "3"]) == 0
+    assert launch.main(["--ranks", "2", script(tmp_path, SAYS), "--steps", "3"]) == 0
     said = sorted(capfd.readouterr().out.splitlines())
     assert said == [f"{rank} of 2: ['--steps', '3']" for rank in range(2)]
 
@@ -171,9 +178,7 @@ os.write(int(sys.argv[1]), b"the end")  # of which there is none
 @pytest.mark.parametrize("number", [1, 2], ids=["out", "err"])
 def test_lines_of_ranks_do_not_mix(tmp_path: Path, capfd: pytest.CaptureFixture[str], number: int) -> None:
     """Though they write at the same time, a piece of a line at a time."""
-    script = tmp_path / "my.py"
-    script.write_text(PIECES)
-    assert launch.main(["--ranks", "3", str(script), str(number)]) == 0
+    assert launch.main(["--ranks", "3", script(tmp_path, PIECES), str(number)]) == 0
     said = capfd.readouterr()[number - 1].splitlines()
     assert sorted(said) == sorted([*(rank * 30 for rank in "012" for _ in range(40)), *["the end"] * 3])
 
@@ -187,20 +192,16 @@ several(20)
 
 
 def test_what_a_rank_writes_at_once_stays_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "my.py"
-    script.write_text(TRACEBACK)
-    assert launch.main(["--ranks", "3", str(script)]) == 1
+    assert launch.main(["--ranks", "3", script(tmp_path, TRACEBACK)]) == 1
     err = capfd.readouterr().err
     lines = err.splitlines()
     assert lines == lines[: len(lines) // 3] * 3 and lines[-1].startswith("ZeroDivisionError"), err
 
 
 def test_a_launcher_whose_reader_goes_away_ends(tmp_path: Path) -> None:
-    script = tmp_path / "my.py"
-    script.write_text("while True: print('line')")
-    command = [sys.executable, "-m", "train", "launch", "--ranks", "2", str(script)]
-    root = Path(__file__).resolve().parents[3]
-    launcher = subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    endless = script(tmp_path, "while True: print('line')")
+    command = [sys.executable, "-m", "train", "launch", "--ranks", "2", endless]
+    launcher = subprocess.Popen(command, cwd=machine.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert launcher.stdout is not None and launcher.stdout.readline() == b"line\n"
     launcher.stdout.close()
     assert launcher.wait(100) == 1  # BrokenPipeError of a rank
@@ -235,10 +236,8 @@ def test_all_begin_again_after_one_failed(
     attempts: int,
     ends: int,
 ) -> None:
-    script = tmp_path / "my.py"
-    script.write_text(ATTEMPTS)
-    argv = ["--ranks", "2", f"--max-restarts={restarts}", str(script), str(status), str(failures)]
-    assert launch.main(argv) == ends
+    argv = [f"--max-restarts={restarts}", script(tmp_path, ATTEMPTS), str(status), str(failures)]
+    assert launch.main(["--ranks", "2", *argv]) == ends
     shown = capfd.readouterr()
     said = [line.split() for line in sorted(shown.out.splitlines())]
     assert [line[:3] for line in said] == [[r, str(a), str(restarts)] for r in "01" for a in range(attempts)]
@@ -269,13 +268,11 @@ def launched(tmp_path: Path) -> Iterator[Launched]:
     started: list[subprocess.Popen[str]] = []
 
     def start(ranks: int, how: str = "") -> tuple[subprocess.Popen[str], Path]:
-        (tmp_path / "sleeper.py").write_text(SLEEPER)
         pids = tmp_path / "pids"
         pids.mkdir()
         command = [sys.executable, "-m", "train", "launch", "--ranks", str(ranks), "--max-restarts", "2"]
-        command += [str(tmp_path / "sleeper.py"), str(pids), how]
-        root = Path(__file__).resolve().parents[3]
-        started.append(subprocess.Popen(command, cwd=root, stderr=subprocess.PIPE, text=True))
+        command += [script(tmp_path, SLEEPER), str(pids), how]
+        started.append(subprocess.Popen(command, cwd=machine.ROOT, stderr=subprocess.PIPE, text=True))
         return started[-1], pids
 
     yield start
@@ -296,10 +293,8 @@ def alive(pids: Path) -> list[int]:
     return found
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part is Linux's")
-def test_ranks_do_not_outlive_a_launcher_that_is_killed(
-    launched: Launched,
-) -> None:
+@ON_LINUX
+def test_ranks_do_not_outlive_a_launcher_that_is_killed(launched: Launched) -> None:
     launcher, pids = launched(3)
     until(lambda: len(alive(pids)) == 3)
     launcher.kill()

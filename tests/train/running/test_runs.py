@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import re
@@ -28,10 +29,15 @@ from train.settings import Config
 from yafsdp_fn import checkpoint
 
 STEPS = 12
+ALL = list(range(1, STEPS + 1))
 
 
 def steps(folder: Path) -> list[int]:
     return [line["step"] for line in lines(folder) if "loss" in line]
+
+
+def skipped(folder: Path) -> list[int]:
+    return [line["step"] for line in lines(folder) if line.get("skipped")]
 
 
 def saved(folder: Path) -> list[str]:
@@ -58,45 +64,35 @@ def test_every_example_is_read_once_by_four_ranks_then_two_then_three(runs: Runs
 
 
 def under(mesh: Any, environment: dict[str, str], *rest: Any) -> Run:
-    patch = pytest.MonkeyPatch()
-    for name, value in environment.items():
-        patch.setenv(f"TORCHELASTIC_{name}", value)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
         return inside(mesh, *rest)
-    finally:
-        patch.undo()
 
 
 def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
-    first = {"RESTART_COUNT": "0", "MAX_RESTARTS": "3", "RUN_ID": "x"}
-    more = (
-        "--eval-every",
-        "3",
-        "--data.heldout-files",
-        str(tmp_path / "text.txt"),
-        "--data.files",
-        str(tmp_path / "*"),
-    )
+    first = {"TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_RUN_ID": "x"}
     (tmp_path / "other").write_text("0123456789abcdef" * 30)
-    argv = flags(tmp_path, *more)
+    heldout = ("--eval-every", "3", "--data.heldout-files", f"{tmp_path}/text.txt")
+    argv = flags(tmp_path, *heldout, "--data.files", f"{tmp_path}/*")
     assert pools[2].run(under, first, argv, killed, 4)[0].error == "Killed: "  # before its first checkpoint
     assert steps(tmp_path) == [1, 2, 3]
-    assert pools[2].run(under, first | {"RESTART_COUNT": "1"}, argv, killed, 6)[0].error == "Killed: "
+    assert pools[2].run(under, first | {"TORCHELASTIC_RESTART_COUNT": "1"}, argv, killed, 6)[0].error == "Killed: "
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 3, 4, 5]
     # ranks that joined or left are no restart to torchrun, whose run id is the same
     (ended, *_) = fine(pools[2].run(under, first, argv))
-    assert len(ended.read) == STEPS - 4 and steps(tmp_path) == list(range(1, STEPS + 1))
-    again = {one.error for one in pools[2].run(under, first | {"RUN_ID": "y"}, argv)}
+    assert len(ended.read) == STEPS - 4 and steps(tmp_path) == ALL
+    again = {one.error for one in pools[2].run(under, first | {"TORCHELASTIC_RUN_ID": "y"}, argv)}
     assert len(again) == 1 and "already has step-00000012" in again.pop()
 
 
 def test_restarts_need_a_name_that_lasts(pools: Pools, tmp_path: Path) -> None:
     text(tmp_path, 100)
     unnamed = (*flags(tmp_path), "--name", "")
-    for one in pools[1].run(under, {"MAX_RESTARTS": "1"}, unnamed):
+    for one in pools[1].run(under, {"TORCHELASTIC_MAX_RESTARTS": "1"}, unnamed):
         assert one.error == "ConfigError: restarts must find the run again: give --name, or give torchrun --rdzv-id"
-    fine(pools[1].run(under, {"MAX_RESTARTS": "1", "RUN_ID": "17"}, unnamed))
+    fine(pools[1].run(under, {"TORCHELASTIC_MAX_RESTARTS": "1", "TORCHELASTIC_RUN_ID": "17"}, unnamed))
     assert (tmp_path / "runs" / "clm-17" / "metrics.jsonl").exists()
 
 
@@ -123,13 +119,8 @@ def test_a_folder_whose_holder_is_ending_is_waited_for(tmp_path: Path) -> None:
 
 
 def differently(mesh: Any, argv: tuple[str, ...], more: tuple[str, ...], environment: dict[str, str]) -> Run:
-    patch = pytest.MonkeyPatch()
-    for name, value in environment.items() if rank() else ():
-        patch.setenv(name, value)
-    try:
-        return inside(mesh, (*argv, *(more if rank() else ())))
-    finally:
-        patch.undo()
+    """Rank 1 has more flags, and another environment."""
+    return under(mesh, environment, (*argv, *more)) if rank() else inside(mesh, argv)
 
 
 def test_ranks_that_were_started_differently_are_told_each_field(pools: Pools, tmp_path: Path) -> None:
@@ -137,12 +128,9 @@ def test_ranks_that_were_started_differently_are_told_each_field(pools: Pools, t
     other = tmp_path / "other"
     other.mkdir()
     (other / "text.txt").write_text((tmp_path / "text.txt").read_text().replace("00000050", "00000051"))
-    more = (
-        ("--optim.learning-rate", "3e-3", "--optim.clip-norm", "2", "--optim.weight-decay", "0", "--data.batch", "4"),
-        ("--optim.b2", "0.9", "--data.files", str(other / "text.txt")),
-    )
-    environment = {"NVIDIA_TF32_OVERRIDE": "0"}
-    for one in pools[2].run(differently, flags(tmp_path), sum(more, ()), environment):
+    more = ("--optim.learning-rate", "3e-3", "--optim.clip-norm", "2", "--optim.weight-decay", "0", "--optim.b2", "0.9")
+    more += ("--data.batch", "4", "--data.files", str(other / "text.txt"))
+    for one in pools[2].run(differently, flags(tmp_path), more, {"NVIDIA_TF32_OVERRIDE": "0"}):
         assert one.error.startswith("ConfigError: ranks were started differently")
         for line in (
             "optim.learning_rate: 0.002 on rank 0, 0.003 on rank 1",
@@ -205,37 +193,31 @@ llama_loss = llama.loss
 
 def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int, poison: float = torch.nan) -> Run:
     """Zero bytes in what rank 1 reads as batches `first` to `last`: its loss is `poison` times what it was."""
-    patch = pytest.MonkeyPatch()
-    next_batch = Reader.next
-    times = [0]
+    next_batch, times = Reader.next, itertools.count(1)
 
     def next_of(self: Reader) -> Any:
         batch = next_batch(self)
-        times[0] += 1
-        if rank() == 1 and first <= times[0] <= last:
+        if first <= next(times) <= last and rank() == 1:
             batch["tokens"][0, 0] = 0
         return batch
 
-    patch.setattr(llama, "loss", functools.partial(poisoned_loss, poison=poison))
-    patch.setattr(saves, "WINDOW", 8)
-    patch.setattr(Reader, "next", next_of)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llama, "loss", functools.partial(poisoned_loss, poison=poison))
+        patch.setattr(saves, "WINDOW", 8)
+        patch.setattr(Reader, "next", next_of)
         return inside(mesh, argv)
-    finally:
-        patch.undo()
 
 
-def position(folder: Path, state: Any = None) -> int:
+def position(folder: Path) -> int:
     newest = checkpoint.latest(folder / "runs" / "a" / "checkpoints")
     assert newest is not None
-    found: int = json.loads((newest / "manifest.json").read_text())["extra"]["position"]
-    return found
+    return json.loads((newest / "manifest.json").read_text())["extra"]["position"]
 
 
 def test_single_steps_that_are_not_finite_are_reported_and_survived(runs: Runs, tmp_path: Path) -> None:
     ended = runs.fine(2, by=poisoned, given=(6, 7))
-    assert steps(tmp_path) == list(range(1, STEPS + 1))
-    assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [6, 7]
+    assert steps(tmp_path) == ALL
+    assert skipped(tmp_path) == [6, 7]
     assert lines(tmp_path)[5]["loss"] is None
     assert ended[0].err.count("warning: step 6: loss nan") == 1 and ended[1].err == ""
 
@@ -243,18 +225,18 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(runs: Runs, 
 @pytest.mark.nightly
 def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(runs: Runs, tmp_path: Path) -> None:
     ended = runs.fine(2, "--skip-spikes", "20", by=poisoned, given=(9, 9, 100.0))
-    assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9]
+    assert skipped(tmp_path) == [9]
     assert "a spike; its update was skipped" in ended[0].err
     more = ("--skip-spikes", "20", "--resume", "--steps", str(STEPS + 8))  # a spike counts among the last eight
     runs.fine(2, *more, by=poisoned, given=(7, 7, 100.0))
-    assert [line["step"] for line in lines(tmp_path) if line.get("skipped")] == [9, STEPS + 7]
+    assert skipped(tmp_path) == [9, STEPS + 7]
 
 
 def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(runs: Runs, tmp_path: Path) -> None:
     ended = runs.fine(2, "--max-skipped", "3", by=poisoned, given=(7, 9))
     assert "warning: steps 7 to 9, the last with loss nan" in ended[0].err and "back to step 4" in ended[0].err
     assert "warning: step 8: its update ruined the weights" in ended[0].err  # what its loss cannot tell apart
-    assert steps(tmp_path) == list(range(1, STEPS + 1)) and not any("skipped" in line for line in lines(tmp_path))
+    assert steps(tmp_path) == ALL and not any("skipped" in line for line in lines(tmp_path))
     assert position(tmp_path) == (STEPS + 5) * 4
     rows = [row for one in ended for batch in one.read for row in batch]
     assert len(rows) == len(set(rows)) == (STEPS + 5) * 4
@@ -298,20 +280,20 @@ def test_a_full_disk_delays_checkpoints_and_lines(runs: Runs, tmp_path: Path) ->
         "metrics.jsonl: [Errno 27] File too large" in err and "metrics.jsonl: written again, nothing is missing" in err
     )
     assert "warning: no checkpoint of step 8: " in err and "File too large" in err, err
-    assert steps(tmp_path) == list(range(1, STEPS + 1))
+    assert steps(tmp_path) == ALL
     assert "step-00000012" in saved(tmp_path) and len(saved(tmp_path)) == 2 and saved(tmp_path)[0] != "step-00000004"
     assert ended[1].err == ""
 
 
-def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(pools: Pools, runs: Runs, tmp_path: Path) -> None:
+def test_a_resume_on_a_full_disk_leaves_config_and_lines_whole(runs: Runs, tmp_path: Path) -> None:
     runs(2, given=(killed, 7))
-    folder = runs.path
-    before = {name: (folder / name).read_bytes() for name in ("config.json", "metrics.jsonl")}
+    files = [runs.path / name for name in ("config.json", "metrics.jsonl")]
+    before = [file.read_bytes() for file in files]
     for one in runs(2, "--resume", by=limited, given=(64,)):
         assert one.error == "Killed: "
-    assert {name: (folder / name).read_bytes() for name in before} == before
+    assert [file.read_bytes() for file in files] == before
     runs.fine(2, "--resume")
-    assert steps(tmp_path) == list(range(1, STEPS + 1))
+    assert steps(tmp_path) == ALL
 
 
 def limited(mesh: Any, argv: tuple[str, ...], nbytes: int) -> Run:
