@@ -21,7 +21,6 @@ from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import by_name
-from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.schedules import assign, one_f_one_b, zero3
 
@@ -241,24 +240,6 @@ def test_rounding_in_bf16(_: Any) -> None:
     )
     assert 1e-3 < error_of_one < 0.1, error_of_one
     assert 0.5 < error_of_two / error_of_one < 1.5, (error_of_one, error_of_two)
-
-
-@on_ranks(2)
-def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
-    folder = str(tmp_path / "model")
-    case, mesh = Case({"tensor": 2}, TENSOR, {"tied": True}), ya.mesh(tensor=2, device="cpu")
-    config = config_of(case)
-    state = ya.init(llama.params(config, axes=TENSOR), mesh=mesh)
-    llama.hf.save(folder, config, state.params)
-    found, params = llama.hf.load(folder, axes=TENSOR)
-    again = ya.shard(params, mesh=mesh)
-    assert found == config
-    want = ya.unshard(state.params)
-    for whole in (ya.unshard(again.params), ya.unshard(ya.shard(llama.hf.load(folder)[1], mesh=mesh).params)):
-        compare(whole, want, 0.0, "files")
-    batch = batch_of(0)
-    losses = [ya.value_and_grad(llama.loss(config, axes=TENSOR))(each.params, batch)[0] for each in (state, again)]
-    assert torch.equal(*losses)
 
 
 STAGED = Case({"stage": 2, "tensor": 2}, TENSOR)
