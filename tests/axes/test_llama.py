@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -267,7 +268,8 @@ def test_transformers_reads_what_stages_and_tensor_have_trained(pools: Pools, tm
     assert torch.equal(found.model.embed_tokens.weight, want.embed["weight"])
 
 
-def refused(_: Any) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(_: Any) -> None:
     mesh, batch = ya.mesh(tensor=2, device="cpu"), batch_of(0)
 
     def run(made: Axes, run: Axes, batch: dict[str, Tensor] = batch, **more: Any) -> None:
@@ -275,10 +277,12 @@ def refused(_: Any) -> None:
         state = ya.init(llama.params(config, axes=made), mesh=mesh)
         ya.value_and_grad(llama.loss(config, axes=run))(state.params, batch)
 
-    with pytest.raises(ValueError, match=r"embedding: .* have 12 of 24 .* over 1 ranks of tensor; give params and"):
-        run(TENSOR, Axes())
-    with pytest.raises(ValueError, match=r"embedding: .* have 24 of 24 .* over 2 ranks of tensor; give params and"):
-        run(Axes(), TENSOR)
+    for made, other, text in (
+        (TENSOR, Axes(), r"embedding: .* have 12 of 24 .* over 1 ranks of tensor; give params and"),
+        (Axes(), TENSOR, r"embedding: .* have 24 of 24 .* over 2 ranks of tensor; give params and"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            run(made, other)
     with pytest.raises(ValueError, match="kv_heads: 1 do not divide among 2 ranks of tensor; take fewer"):
         run(TENSOR, TENSOR, kv_heads=1)
     odd = {name: rows[:, : S - 1] for name, rows in batch.items()}
@@ -288,18 +292,11 @@ def refused(_: Any) -> None:
     for name in batch:
         with pytest.raises(RuntimeError, match="a token or target is out of bounds: expected 0 to 23"):
             run(TENSOR, TENSOR, {**batch, name: batch[name] + 9})
-
-
-@on_ranks(2)
-def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
-    refused(mesh)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
-    for family in (llama, gpt2):
+    for family, made_by in itertools.product((llama, gpt2), ("loss", "params")):
         with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
-            family.loss(next(iter(family.CONFIGS.values())), axes=EXPERT)
-        with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
-            family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
+            getattr(family, made_by)(next(iter(family.CONFIGS.values())), axes=EXPERT)
     own = dataclasses.replace(llama.model.DECODER, splits=())
     with pytest.raises(NotImplementedError, match=r"not split over tensor; those of all models.FAMILIES are"):
         own.over(TENSOR)
