@@ -151,40 +151,35 @@ def test_maxima_trees_uneven_parts_and_large_tensors(_: Any) -> None:
 
 @on_ranks(2, 3, 4)
 def test_bools_are_counted_and_integers_stay(every: Any) -> None:
-    ranks = every.size()
-    mesh = mesh_of(tensor=ranks)
-    rank = mesh.get_rank()
-    mine = torch.arange(2 * ranks) % ranks <= rank  # in place k, of ranks k and beyond
-    counts = torch.tensor([ranks - k for k in range(ranks)] * 2)
-    numbers = torch.full((2 * ranks,), 100 + rank)
+    ranks, rank = every.size(), every.get_rank()
+    mine = slice(2 * rank, 2 * rank + 2)
+    uneven = {"split_sizes": [2] * ranks, "concat_sizes": [2] * ranks}
 
-    def told(x: Tensor, dtype: torch.dtype, want: list[Any]) -> None:
-        assert x.dtype == dtype and x.tolist() == want
+    def of(rank: int, dtype: torch.dtype) -> Tensor:
+        """Bools: true in place k of ranks k and beyond; numbers, whose sums are 201 to 406: int8 and uint8 wrap."""
+        numbers = torch.full((2 * ranks,), 100 + rank)
+        return torch.arange(2 * ranks) % ranks <= rank if dtype == torch.bool else numbers.to(dtype)
 
-    with acting_over(communicators(mesh)):
-        told(ya.psum(mine, "tensor"), torch.int64, counts.tolist())
+    def told(x: Tensor, dtype: torch.dtype, want: Tensor) -> None:
+        assert x.dtype == dtype and x.tolist() == want.to(dtype).tolist()
+
+    with acting_over(communicators(mesh_of(tensor=ranks))):
+        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+            given, all_of = of(rank, dtype), torch.stack([of(r, dtype) for r in range(ranks)])
+            total, counted = all_of.long().sum(0), torch.int64 if dtype == torch.bool else dtype
+            told(ya.psum(given, "tensor"), counted, total)
+            told(ya.psum_scatter(given, "tensor", tiled=True), counted, total[mine])
+            told(torch.vmap(lambda x: ya.psum(x, "tensor"))(given[None])[0], counted, total)
+            told(ya.pmax(given, "tensor"), dtype, all_of.amax(0))
+            told(ya.all_gather(given, "tensor"), dtype, all_of)
+            parts = all_of[:, mine].flatten()
+            told(ya.all_to_all(given, "tensor", 0, 0, tiled=True), dtype, parts)
+            told(ya.all_to_all(given, "tensor", 0, 0, tiled=True, **uneven), dtype, parts)
+            there = all_of[0] if rank == ranks - 1 else torch.zeros_like(given)
+            told(ya.ppermute(given, "tensor", [(0, ranks - 1)]), dtype, there)
+        assert ya.psum({"a": True, "b": of(rank, torch.bool)[0]}, "tensor") == {"a": ranks, "b": ranks}
         large = ya.psum(torch.ones(3 << 20, dtype=torch.bool), "tensor")  # which gloo groups treat otherwise
         assert large.dtype == torch.int64 and bool((large == ranks).all())
-        assert ya.psum({"a": True, "b": mine[0]}, "tensor") == {"a": ranks, "b": ranks}
-        part = counts[2 * rank : 2 * rank + 2]
-        told(ya.psum_scatter(mine, "tensor", tiled=True), torch.int64, part.tolist())
-        told(torch.vmap(lambda x: ya.psum(x, "tensor"))(mine[None])[0], torch.int64, counts.tolist())
-        for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-            given = mine if dtype == torch.bool else numbers.to(dtype)
-            all_of = [mine.new_tensor([k % ranks <= r for k in range(2 * ranks)]) for r in range(ranks)]
-            if dtype != torch.bool:
-                all_of = [torch.full_like(given, 100 + r) for r in range(ranks)]
-                summed = sum(range(100, 100 + ranks)) * torch.ones_like(numbers)  # 201 and 406: int8 and uint8 wrap
-                told(ya.psum(given, "tensor"), dtype, summed.to(dtype).tolist())
-                told(ya.psum_scatter(given, "tensor", tiled=True), dtype, summed[:2].to(dtype).tolist())
-            told(ya.pmax(given, "tensor"), dtype, torch.stack(all_of).amax(0).tolist())
-            told(ya.all_gather(given, "tensor"), dtype, torch.stack(all_of).tolist())
-            parts = [each[2 * rank : 2 * rank + 2] for each in all_of]
-            told(ya.all_to_all(given, "tensor", 0, 0, tiled=True), dtype, torch.cat(parts).tolist())
-            sizes = {"split_sizes": [2] * ranks, "concat_sizes": [2] * ranks}
-            told(ya.all_to_all(given, "tensor", 0, 0, tiled=True, **sizes), dtype, torch.cat(parts).tolist())
-            here = ya.ppermute(given, "tensor", [(0, ranks - 1)])
-            told(here, dtype, (all_of[0] if rank == ranks - 1 else torch.zeros_like(given)).tolist())
 
 
 def test_bools_of_one_rank_are_counted() -> None:

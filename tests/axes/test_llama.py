@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -21,7 +22,6 @@ from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import by_name
-from tests.harness.oracle import compare
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.schedules import assign, one_f_one_b, zero3
 
@@ -243,24 +243,6 @@ def test_rounding_in_bf16(_: Any) -> None:
     assert 0.5 < error_of_two / error_of_one < 1.5, (error_of_one, error_of_two)
 
 
-@on_ranks(2)
-def test_files_of_hugging_face(_: Any, tmp_path: Path) -> None:
-    folder = str(tmp_path / "model")
-    case, mesh = Case({"tensor": 2}, TENSOR, {"tied": True}), ya.mesh(tensor=2, device="cpu")
-    config = config_of(case)
-    state = ya.init(llama.params(config, axes=TENSOR), mesh=mesh)
-    llama.hf.save(folder, config, state.params)
-    found, params = llama.hf.load(folder, axes=TENSOR)
-    again = ya.shard(params, mesh=mesh)
-    assert found == config
-    want = ya.unshard(state.params)
-    for whole in (ya.unshard(again.params), ya.unshard(ya.shard(llama.hf.load(folder)[1], mesh=mesh).params)):
-        compare(whole, want, 0.0, "files")
-    batch = batch_of(0)
-    losses = [ya.value_and_grad(llama.loss(config, axes=TENSOR))(each.params, batch)[0] for each in (state, again)]
-    assert torch.equal(*losses)
-
-
 STAGED = Case({"stage": 2, "tensor": 2}, TENSOR)
 
 
@@ -286,7 +268,8 @@ def test_transformers_reads_what_stages_and_tensor_have_trained(pools: Pools, tm
     assert torch.equal(found.model.embed_tokens.weight, want.embed["weight"])
 
 
-def refused(_: Any) -> None:
+@on_ranks(2)
+def test_what_cannot_be_is_refused_by_name(_: Any) -> None:
     mesh, batch = ya.mesh(tensor=2, device="cpu"), batch_of(0)
 
     def run(made: Axes, run: Axes, batch: dict[str, Tensor] = batch, **more: Any) -> None:
@@ -294,10 +277,12 @@ def refused(_: Any) -> None:
         state = ya.init(llama.params(config, axes=made), mesh=mesh)
         ya.value_and_grad(llama.loss(config, axes=run))(state.params, batch)
 
-    with pytest.raises(ValueError, match=r"embedding: .* have 12 of 24 .* over 1 ranks of tensor; give params and"):
-        run(TENSOR, Axes())
-    with pytest.raises(ValueError, match=r"embedding: .* have 24 of 24 .* over 2 ranks of tensor; give params and"):
-        run(Axes(), TENSOR)
+    for made, other, text in (
+        (TENSOR, Axes(), r"embedding: .* have 12 of 24 .* over 1 ranks of tensor; give params and"),
+        (Axes(), TENSOR, r"embedding: .* have 24 of 24 .* over 2 ranks of tensor; give params and"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            run(made, other)
     with pytest.raises(ValueError, match="kv_heads: 1 do not divide among 2 ranks of tensor; take fewer"):
         run(TENSOR, TENSOR, kv_heads=1)
     odd = {name: rows[:, : S - 1] for name, rows in batch.items()}
@@ -307,18 +292,11 @@ def refused(_: Any) -> None:
     for name in batch:
         with pytest.raises(RuntimeError, match="a token or target is out of bounds: expected 0 to 23"):
             run(TENSOR, TENSOR, {**batch, name: batch[name] + 9})
-
-
-@on_ranks(2)
-def test_what_cannot_be_is_refused_by_name(mesh: Any) -> None:
-    refused(mesh)
     with pytest.raises(ValueError, match="it is over the ranks of tensor; give tensor=True as well"):
         Axes(sequence=True)
-    for family in (llama, gpt2):
+    for family, made_by in itertools.product((llama, gpt2), ("loss", "params")):
         with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
-            family.loss(next(iter(family.CONFIGS.values())), axes=EXPERT)
-        with pytest.raises(NotImplementedError, match="not split over expert; those of mixtral are"):
-            family.params(next(iter(family.CONFIGS.values())), axes=EXPERT)
+            getattr(family, made_by)(next(iter(family.CONFIGS.values())), axes=EXPERT)
     own = dataclasses.replace(llama.model.DECODER, splits=())
     with pytest.raises(NotImplementedError, match=r"not split over tensor; those of all models.FAMILIES are"):
         own.over(TENSOR)

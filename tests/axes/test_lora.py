@@ -17,7 +17,7 @@ from models import hf, llama
 from models.parts.axes import NONE, Axes
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import FAMILIES, SEQUENCE, SIZE, TENSOR, Case, S, config_of, optimizer, trained, wide
-from tests.harness.oracle import compare
+from tests.axes.test_states import equal
 from tests.harness.pool import on_ranks
 from yafsdp_fn.checkpoint import load, save
 
@@ -93,10 +93,6 @@ def test_on_four_ranks(mesh: Any) -> None:
 def batch() -> Any:
     tokens = torch.randint(SIZE["vocab"], (4, S), generator=torch.Generator().manual_seed(1))
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
-
-
-def equal(got: Any, want: Any) -> None:
-    compare(got, want, 0.0, "bits")
 
 
 @on_ranks(2)

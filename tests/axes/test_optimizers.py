@@ -89,24 +89,27 @@ def compared(state: Any, want: Any, name: str) -> None:
     close({path: got[path] for path in wanted}, wanted, f"{name}: the optimizer's state", 1e-10)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("axes", [{"tensor": 2}, nightly({"expert": 2})])
-def test_on_an_axis_of_two(mesh: Any, axes: dict[str, int]) -> None:
-    trained(mesh, axes, tuple(TXS) if "tensor" in axes else ("muon", "two rounds"))
+SOME = ("muon", "soap", "two rounds", "foreign, whole trees")
 
 
-@on_ranks(4)
-@pytest.mark.nightly
-@pytest.mark.parametrize("axes", [{"shard": 2, "tensor": 2}, {"expert": 2, "tensor": 2}])
-def test_on_four_ranks(mesh: Any, axes: dict[str, int], tmp_path: Path) -> None:
-    trained(mesh, axes, ("muon", "soap", "two rounds", "foreign, whole trees"), str(tmp_path))
-
-
-@on_ranks(4)
-@pytest.mark.nightly
-@pytest.mark.parametrize("axes", [{"shard": 2, "context": 2}, {"tensor": 4}, {"replicate": 2, "shard": 1, "tensor": 2}])
-def test_on_more_meshes(mesh: Any, axes: dict[str, int]) -> None:
-    trained(mesh, axes, tuple(TXS))
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "axes", "names", "kept"),
+    [
+        (2, {"tensor": 2}, tuple(TXS), False),
+        nightly(2, {"expert": 2}, ("muon", "two rounds"), False),
+        nightly(4, {"shard": 2, "tensor": 2}, SOME, True),
+        nightly(4, {"expert": 2, "tensor": 2}, SOME, True),
+        nightly(4, {"shard": 2, "context": 2}, tuple(TXS), False),
+        nightly(4, {"tensor": 4}, tuple(TXS), False),
+        nightly(4, {"replicate": 2, "shard": 1, "tensor": 2}, tuple(TXS), False),
+    ],
+)
+def test_updates_and_states_are_those_of_the_plain_loop(
+    mesh: Any, axes: dict[str, int], names: tuple[str, ...], kept: bool, tmp_path: Path
+) -> None:
+    """kept: in checkpoints, too, which are loaded on other axes"""
+    trained(mesh, axes, names, str(tmp_path) if kept else "")
 
 
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
 from tests.harness.collector import no_collection
 from tests.harness.marks import by_day
-from tests.harness.oracle import compare, plain
+from tests.harness.oracle import compare
 from tests.harness.pool import on_ranks
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import CheckpointError, Saver, load, save
@@ -204,16 +204,6 @@ def test_programs_know_the_ranks_of_units(_: Any) -> None:
         trace.on((("shard", 4),))
     wider = trace.on((("shard", 4), ("tensor", 2)))
     assert wider.ranks_of(wider.units[split.id]) == 4
-
-
-@on_ranks(4)
-def test_noise_depends_on_the_place_in_the_whole_leaf(_: Any) -> None:
-    state = made(shard=2, tensor=2)
-    for tree in (state.params, plain(params(OF))):  # marked: drawn layer by layer
-        updates = ya.normal_like(1, tree)
-        if tree is state.params:
-            got = ya.unshard(updates)
-    equal(got, updates)
 
 
 @on_ranks(2)

@@ -15,6 +15,8 @@ from torch.func import grad, jvp
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
+from tests.harness import oracle
+from tests.harness.marks import nightly
 from tests.harness.pool import on_ranks
 from yafsdp_fn import optim
 from yafsdp_fn.schedules import zero3
@@ -25,8 +27,8 @@ WITHOUT = ya.params.without_markers
 
 @functools.cache
 def plain() -> tuple[Any, Any, Any, Any]:
-    tree = WITHOUT(ya.PlainState.create(params(OF), optim.sgd(0.1)).params)
-    direction = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), optim.sgd(0.1)).params))
+    marked = oracle.plain(params(OF))
+    tree, direction = WITHOUT(marked), WITHOUT(ya.normal_like(5, marked))
     f = ya.functional_loss(lambda p: loss_of(OF)(p, batch_of(0)))
     return grad(f)(tree), jvp(f, (tree,), (direction,))[1], _twice(f, tree, direction), _along(f, tree, direction)
 
@@ -41,7 +43,11 @@ def _along(f: Any, tree: Any, direction: Any) -> Any:
     return jvp(grad(f), (tree,), (direction,))[1]
 
 
-def transforms(_: Any, axes: dict[str, int]) -> None:
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "axes"), [(2, {"tensor": 2}), (2, {"context": 2}), nightly(4, {"shard": 2, "tensor": 2})]
+)
+def test_derivatives_of_any_order(_: Any, axes: dict[str, int]) -> None:
     mesh = mesh_of(**axes)
     state = ya.init(params(OF), mesh=mesh, precision=FLOAT64)
     direction, batch = ya.normal_like(5, state.params), ya.shard_batch(batch_of(0), mesh, split={"context": 1})
@@ -51,18 +57,6 @@ def transforms(_: Any, axes: dict[str, int]) -> None:
     close(jvp(f, (state.params,), (direction,))[1], slope, "slope")
     close(_twice(f, state.params, direction), twice, "Hessian")
     close(_along(f, state.params, direction), along, "Hessian, forward over reverse")
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("axes", [{"tensor": 2}, {"context": 2}])
-def test_derivatives_of_any_order(mesh: Any, axes: dict[str, int]) -> None:
-    transforms(mesh, axes)
-
-
-@on_ranks(4)
-@pytest.mark.nightly
-def test_derivatives_on_two_axes(mesh: Any) -> None:
-    transforms(mesh, {"shard": 2, "tensor": 2})
 
 
 # ---- by example
@@ -77,7 +71,7 @@ def row_of(step: int, row: int) -> Any:
 def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
     """Gradients of each row, and their products with a direction, by vmap over rows; collectives are of all at once."""
     mesh = mesh_of(**axes)
-    state, tree = ya.init(params(OF), mesh=mesh, precision=FLOAT64), WITHOUT(ya.materialize(params(OF)))
+    state, marked = ya.init(params(OF), mesh=mesh, precision=FLOAT64), oracle.plain(params(OF))
     rows = {key: leaf[:, None] for key, leaf in batch_of(0).items()}
     own = ya.shard_batch(rows, mesh, split={"context": 2})
     direction = ya.normal_like(5, state.params)
@@ -88,9 +82,9 @@ def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
 
     each = torch.vmap(grad(f), (None, 0))(state.params, own)
     along = torch.vmap(slopes, (None, 0))(state.params, own)
-    u = WITHOUT(ya.normal_like(5, ya.PlainState.create(params(OF), optim.sgd(0.1)).params))
+    u = WITHOUT(ya.normal_like(5, marked))
     for row in range(len(own["tokens"])):
-        want = grad(f)(tree, row_of(0, row))
+        want = grad(f)(WITHOUT(marked), row_of(0, row))
         got = optree.tree_map(lambda leaf, row=row: leaf[row], each)
         close(got, want, f"gradient of row {row}")
         close(along[row], ya.vdot(want, u), f"slope of row {row}")

@@ -29,6 +29,7 @@ from yafsdp_fn.schedules import (
     Stash,
     Trace,
     Update,
+    UpdateWhen,
     verify,
 )
 
@@ -69,18 +70,23 @@ def alive(start: Program) -> bool:
     return refused.value.op == len(start.ops)
 
 
-TWO = [unit(0, "a"), unit(1, "b")]
+def of(*uses: int, mesh: str = "ranks", updates: UpdateWhen = "never", microbatches: int = 1) -> Trace:
+    """A step of visits to a unit each."""
+    units = [unit(0, "a"), unit(1, "b")][: max(uses) + 1]
+    return on(trace_of(units, [[used] for used in uses], microbatches), mesh, updates)
+
+
 WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
-    "one visit": (on(trace_of(TWO[:1], [[0]]), "ranks"), 2, 0, 5),
-    "one visit, update": (on(trace_of(TWO[:1], [[0]]), "ranks", "after norm"), 1, 0, 8),
-    "one visit, replicas": (on(trace_of(TWO[:1], [[0]]), "replicas", "after norm"), 1, 0, 8),
-    "one visit, nodes": (on(trace_of(TWO[:1], [[0]]), "nodes"), 1, 0, 6),
-    "two microbatches": (on(trace_of(TWO[:1], [[0]], 2), "ranks"), 1, 0, 7),
-    "two visits of one unit": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 0, 7),
-    "three visits of one unit": (on(trace_of(TWO[:1], [[0], [0], [0]]), "ranks"), 1, 0, 8),
-    "one visit, two carry slots": (on(trace_of(TWO[:1], [[0]]), "ranks"), 1, 2, 7),
-    "two visits, a carry slot": (on(trace_of(TWO[:1], [[0], [0]]), "ranks"), 1, 1, 7),
-    "two units": (on(trace_of(TWO, [[0], [1]]), "ranks"), 1, 0, 10),
+    "one visit": (of(0), 2, 0, 5),
+    "one visit, update": (of(0, updates="after norm"), 1, 0, 8),
+    "one visit, replicas": (of(0, mesh="replicas", updates="after norm"), 1, 0, 8),
+    "one visit, nodes": (of(0, mesh="nodes"), 1, 0, 6),
+    "two microbatches": (of(0, microbatches=2), 1, 0, 7),
+    "two visits of one unit": (of(0, 0), 1, 0, 7),
+    "three visits of one unit": (of(0, 0, 0), 1, 0, 8),
+    "one visit, two carry slots": (of(0), 1, 2, 7),
+    "two visits, a carry slot": (of(0, 0), 1, 1, 7),
+    "two units": (of(0, 1), 1, 0, 10),
 }
 
 

@@ -17,9 +17,9 @@ from yafsdp_fn.schedules import (
     Forward,
     Gather,
     Norm,
+    Program,
     Reduce,
     Schedule,
-    Update,
     alternating_slots,
     ddp,
     fsdp2,
@@ -32,6 +32,11 @@ from yafsdp_fn.schedules import (
 )
 
 DEPTHS = (1, 2, 3, 4, 7)
+
+
+def reduced(program: Program) -> list[int]:
+    """The units of its reductions, in their order."""
+    return [unit for op in program.ops if isinstance(op, Reduce) for unit in op.units]
 
 
 @pytest.mark.parametrize("L", DEPTHS)
@@ -77,22 +82,19 @@ def test_slots_are_as_large_as_the_largest_unit_in_them() -> None:
 
 def test_a_tied_gradient_is_reduced_once_a_microbatch() -> None:
     program = zero3()(model(3, 2, tied=True))
-    reduced = [i for op in program.ops if isinstance(op, Reduce) for i in op.units]
-    assert reduced.count(0) == 2
+    assert reduced(program).count(0) == 2
     assert isinstance(program.ops[-1], Reduce) and program.ops[-1].units == (0,)
 
 
 def test_a_shared_slot_is_reduced_before_another_gradient_arrives() -> None:
     program = verify(zero3()(model(3, twice=True)))  # each layer is visited twice, far apart
-    reduced = [i for op in program.ops if isinstance(op, Reduce) for i in op.units]
     # layers 1 and 3 share a gradient slot; layer 2 has the other one for itself, and adds up there
-    assert [reduced.count(i) for i in (1, 2, 3)] == [2, 1, 2]
+    assert [reduced(program).count(i) for i in (1, 2, 3)] == [2, 1, 2]
 
 
 def test_frozen_units_are_gathered_and_never_reduced() -> None:
     program = zero3()(model(3, stacks=2, frozen=True))
-    reduced = {i for op in program.ops if isinstance(op, Reduce) for i in op.units}
-    assert reduced == {unit.id for unit in program.trace.units if unit.trainable}
+    assert set(reduced(program)) == {unit.id for unit in program.trace.units if unit.trainable}
 
 
 def test_units_of_one_visit_are_in_different_slots() -> None:
@@ -118,10 +120,17 @@ def test_with_a_norm_the_next_gathers_overlap_with_the_rest_of_the_update() -> N
     program = zero3(update=True, prefetch=2)(on(model(4), "ranks", "after norm"))
     norm = next(index for index, op in enumerate(program.ops) if isinstance(op, Norm))
     assert program.ops[norm] == Norm((0, 1, 2, 3, 4, 5))
-    assert program.ops[norm + 1 :] == (
-        *(Update((0,)), Gather((0,), (3,)), Update((1,)), Gather((1,), (0,)), Update((2,)), Gather((2,), (1,))),
-        *(Update((3,)), Update((4,)), Update((5,))),
-    )
+    assert program.words()[norm + 1 :] == [
+        "update embed",
+        "gather embed -> slot 3",
+        "update a[0]",
+        "gather a[0] -> slot 0",
+        "update a[1]",
+        "gather a[1] -> slot 1",
+        "update a[2]",
+        "update a[3]",
+        "update head",
+    ]
     assert program.carried() == {3: 0, 0: 1, 1: 2}
 
 

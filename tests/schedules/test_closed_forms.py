@@ -38,33 +38,35 @@ def regular(L: int, parts: int, mesh: str, updates: UpdateWhen = "never") -> Tra
 U = 2
 
 
-def gathers_of_zero3(L: int, M: int, k: int = 0, prefetch: int = 1) -> int:
-    return U + L + (2 * M - 1) * max(0, L - k - max(2, prefetch + 1))
+def streamed(L: int, M: int, k: int = 0, prefetch: int = 1) -> tuple[int, int]:
+    """Gathers and reductions of ZeRO-3 with k resident layers."""
+    gathers = U + L + (2 * M - 1) * max(0, L - k - max(2, prefetch + 1))
+    return gathers, M * (L + U)
+
+
+def once(L: int, M: int) -> tuple[int, int]:
+    return L + U, L + U
 
 
 Form = Callable[[int, int], tuple[int, int]]
 FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
     # factory, mesh, (L, M) -> (gathers, reductions)
-    "zero3": (zero3, "ranks", lambda L, M: (gathers_of_zero3(L, M), M * (L + U))),
-    "zero3, deferred": (partial(zero3, defer=True), "ranks", lambda L, M: (gathers_of_zero3(L, M), L + U)),
+    "zero3": (zero3, "ranks", streamed),
+    "zero3, deferred": (partial(zero3, defer=True), "ranks", lambda L, M: (streamed(L, M)[0], L + U)),
     **{
         f"zero3, resident {k}, prefetch {p}": (
             partial(zero3, resident=k, prefetch=p),
             "ranks",
-            lambda L, M, k=k, p=p: (gathers_of_zero3(L, M, k, p), M * (L + U)),
+            partial(streamed, k=k, prefetch=p),
         )
         for k, p in itertools.product((0, 1, 3), (0, 1, 2, 4))
     },
     "zero2": (zero2, "ranks", lambda L, M: (L + U, M * (L + U))),
-    "zero1": (zero1, "ranks", lambda L, M: (L + U, L + U)),
-    "ddp": (ddp, "replicas of the whole", lambda L, M: (L + U, L + U)),
-    "hsdp": (hsdp, "replicas", lambda L, M: (gathers_of_zero3(L, M), M * (L + U))),
+    "zero1": (zero1, "ranks", once),
+    "ddp": (ddp, "replicas of the whole", once),
+    "hsdp": (hsdp, "replicas", streamed),
     **{
-        f"hpz {k}, prefetch {p}": (
-            partial(hpz, k, prefetch=p),
-            "replicas and nodes",
-            lambda L, M, p=p: (gathers_of_zero3(L, M, 0, p), M * (L + U)),
-        )
+        f"hpz {k}, prefetch {p}": (partial(hpz, k, prefetch=p), "replicas and nodes", partial(streamed, prefetch=p))
         for k, p in itertools.product((0, 1, 3, 99), (1, 2))
     },
 }
