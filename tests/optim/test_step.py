@@ -244,17 +244,6 @@ def test_an_empty_tree_takes_a_step() -> None:
     assert optree.tree_leaves(state)[0].item() == 1
 
 
-def test_a_zero_shard_stays_zero() -> None:
-    """Padding of flat shards."""
-    for make in ALL.values():
-        tx = make()
-        params, grads = {"layers": {"weight": torch.zeros(8)}}, {"layers": {"weight": torch.zeros(8)}}
-        state = tx.init(params)
-        for _ in range(3):
-            optim.step_(tx, params, grads, state, scale=torch.tensor(2.0))
-        assert params["layers"]["weight"].count_nonzero() == 0
-
-
 def test_a_gradient_of_another_shape_is_named() -> None:
     params, grads = model(0), model(1)
     wrong = grads._replace(layers=grads.layers._replace(norm=torch.zeros(2, 7)))
