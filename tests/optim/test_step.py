@@ -275,11 +275,3 @@ def test_a_state_that_swaps_its_leaves() -> None:
     for found_inf in (None, torch.tensor(0.0)):
         state = optim.step_(tx, params, [torch.zeros(3)], (torch.zeros(3), torch.ones(3)), found_inf=found_inf)
         assert [leaf.tolist() for leaf in state] == [[1.0] * 3, [0.0] * 3]
-
-
-def test_clipping_comes_first_or_is_a_part_of_the_update() -> None:
-    clip = optim.clip_by_global_norm(1.0)
-    assert analysis(clip).clips
-    assert analysis(optim.chain(optim.identity(), optim.chain(clip, optim.sgd(1.0)))).clips
-    for tx in (optim.adamw(1.0), optim.chain(optim.sgd(1.0), clip), optim.identity()):
-        assert not analysis(tx).clips
