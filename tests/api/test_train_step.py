@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 
 import yafsdp_fn as ya
 from tests.harness.small import (
-    L,
     Model,
     assert_close,
     batch,
     block,
     dropout_block,
     embed,
-    head,
     loss,
     model,
     one_rank,
@@ -31,38 +28,11 @@ def states(seed: int = 0) -> tuple[Any, Any]:
     return ya.init(model(), TX, mesh=one_rank(), seed=seed), ya.PlainState.create(model(), TX, seed=seed)
 
 
-def with_aux(params: Model, b: Any) -> tuple[ya.Mean, Any]:
-    x = ya.apply(embed, params.embed, b["tokens"])
-    x, norms = ya.scan(lambda c, w: (block(c, w)[0], c.norm()), x, params.layers)
-    mean = ya.apply(head, params.head, x, b["targets"])
-    return mean, {"norms": ya.Max(norms), "tokens": ya.Sum(torch.tensor(b["tokens"].numel())), "loss": mean}
-
-
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("remat", ["none", "all"], ids=["keep", "remat"])
-def test_steps_and_metrics_are_those_of_the_plain_state(parts: int, remat: Any) -> None:
-    state, plain = states()
-    step = ya.train_step(with_aux, TX, has_aux=True, microbatches=parts, schedule=ya.schedules.zero3(remat=remat))
-    for number in range(4):
-        state, metrics = step(state, batch(number))
-        plain, want = step(plain, batch(number))
-        assert set(metrics) == set(want) == {"loss", "grad_norm", "skipped", "aux"}
-        assert_close(metrics, want, rtol=1e-5)
-        assert all(metrics[name].shape == () for name in ("loss", "grad_norm", "skipped"))
-        assert metrics["loss"].dtype == torch.float32 and metrics["skipped"] == 0
-        assert metrics["aux"]["norms"].shape == (L,) and metrics["aux"]["tokens"] == 12
-        assert torch.equal(metrics["aux"]["loss"], metrics["loss"])
-        assert state.step == plain.step == number + 1
-    assert_close(state, plain.params, rtol=1e-5, atol=1e-6)
-
-
-def test_without_aux_there_is_none() -> None:
-    state, plain = states()
-    for one in (state, plain):
-        assert set(ya.train_step(loss, TX)(one, batch())[1]) == {"loss", "grad_norm", "skipped"}
-
-
-# ---- steps that are not finite
+def test_metrics_are_numbers_without_axes() -> None:
+    for one in states():
+        after, metrics = ya.train_step(loss, TX)(one, batch())
+        assert set(metrics) == {"loss", "grad_norm", "skipped"} and after.step == 1
+        assert all(number.shape == () for number in metrics.values()) and metrics["loss"].dtype == torch.float32
 
 
 # ---- randomness

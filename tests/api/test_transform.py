@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.oracle import batch_of
+from tests.harness.problems import PROBLEMS
 from tests.harness.small import (
     Model,
     assert_close,
@@ -17,7 +19,6 @@ from tests.harness.small import (
     batch,
     leaves,
     loss,
-    model,
     one_rank,
     param,
     states,
@@ -72,17 +73,6 @@ def test_aux() -> None:
     assert_equal(aux, aux_again)
 
 
-@pytest.mark.parametrize("parts", [1, 2, 4])
-def test_a_plain_model_against_autograd(parts: int) -> None:
-    params = optree.tree_map(lambda x: x.requires_grad_(), ya.materialize(model()))
-    mean = loss(params, batch())
-    want = torch.autograd.grad(mean.total / mean.weight, optree.tree_leaves(params))
-    value, grads = ya.value_and_grad(loss, microbatches=parts)(params, batch())
-    assert_close(value, (mean.total / mean.weight).detach())
-    assert_close(grads, list(want))
-    assert type(grads) is Model
-
-
 def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
     mask = torch.tensor([1.0, 0, 0, 0, 1, 1, 1, 1])
 
@@ -93,18 +83,6 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
     for parts in (1, 2, 4):
         value, grad = ya.value_and_grad(masked, microbatches=parts)(torch.tensor(2.0), rows, mask)
         assert value == 2 * 22 / 5 and torch.isclose(grad, torch.tensor(22 / 5))
-
-
-def test_gradients_are_in_memory_of_their_own() -> None:
-    sharded, _ = states()
-    both = ya.value_and_grad(loss)
-    _, first = both(sharded, batch(0))
-    kept = optree.tree_map(torch.clone, first)
-    before = optree.tree_map(torch.clone, sharded)
-    for seed in (1, 2):
-        both(sharded, batch(seed))
-    assert_equal(first, kept)
-    assert_equal(before, sharded)
 
 
 # ---- sharded: against plain, to the bit on one rank
@@ -131,23 +109,13 @@ def test_another_states_parameters_beside_the_differentiated_ones() -> None:
 
 
 def test_frozen_leaves_have_zero_gradients_without_memory() -> None:
-    tree = {"s": ya.Stacked({"w": param(2, 3, 3), "base": ya.frozen(param(2, 3))}), "f": ya.frozen({"w": param(3)})}
-    state = ya.init(tree, TX, mesh=one_rank())
-    plain = ya.PlainState.create(tree, TX)
-
-    def frozen_loss(params: Any, x: Tensor) -> Tensor:
-        x = ya.apply(lambda w, x: x * w["w"], params["f"], x)
-        return ya.scan(lambda c, w: (torch.tanh(c @ w["w"] + w["base"]), None), x, params["s"])[0].sum()
-
-    both = ya.value_and_grad(frozen_loss)
-    for _ in range(2):
-        (value, grads), (want, want_grads) = (both(p, torch.ones(2, 3)) for p in (state.params, plain.params))
-        assert torch.equal(value, want)
-        assert_equal(grads, want_grads)
-        assert ya.unshard(grads)["f"]["w"].eq(0).all() and ya.unshard(grads)["s"]["base"].eq(0).all()
-        frozen = grads["f"].leaves[0]
-        assert frozen.untyped_storage().nbytes() == frozen.element_size()
-        assert optree.tree_structure(want_grads) == optree.tree_structure(plain.params)
+    problem = PROBLEMS["frozen"]
+    state, plain = ya.init(problem.params(2), TX, mesh=one_rank()), ya.PlainState.create(problem.params(2), TX)
+    for params in (state.params, plain.params):
+        grads = ya.grad(problem.loss)(params, batch_of(0))
+        assert optree.tree_structure(grads) == optree.tree_structure(params)
+        for frozen in optree.tree_leaves((grads.embed, grads.layers)):
+            assert frozen.eq(0).all() and frozen.untyped_storage().nbytes() == frozen.element_size()
 
 
 def test_what_the_loss_does_not_use_has_a_zero_gradient() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.util.torch_private import side_store
 
@@ -34,8 +34,9 @@ def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(mesh
             use()
 
 
-def says(mesh: Any) -> tuple[str | None, str]:
-    """Rank 0 fails where rank 1 did, once rank 1 has said so. Whether the communicators are lost, and what was said."""
+@on_ranks(2)
+def test_a_failure_is_said_before_the_others_are_waited_for(mesh: Any) -> None:
+    """Rank 0 fails where rank 1 did, once rank 1 has said so."""
     comms, said = Communicators(mesh), io.StringIO()
     store = side_store("said", timedelta(seconds=60))
     if comms.rank == 0:
@@ -44,13 +45,8 @@ def says(mesh: Any) -> tuple[str | None, str]:
         said.flush = lambda: store.set("said", "")
     with redirect_stderr(said):
         comms.abort("forward of a", ValueError("odd"))
-    return comms.lost, said.getvalue()
-
-
-def test_a_failure_is_said_before_the_others_are_waited_for(pools: dict[int, Pool]) -> None:
-    for rank, (lost, said) in enumerate(pools[2].run(says)):
-        assert lost is None
-        assert said == (
-            f"rank {rank} of 2, forward of a: ValueError: odd. It waits up to 30 s for the others, to learn whether "
-            "all failed here\n"
-        )
+    assert comms.lost is None
+    assert said.getvalue() == (
+        f"rank {comms.rank} of 2, forward of a: ValueError: odd. It waits up to 30 s for the others, to learn whether "
+        "all failed here\n"
+    )

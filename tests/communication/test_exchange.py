@@ -12,7 +12,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.groups import exchanging
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.communication import collectives, flat, gloo
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
@@ -134,10 +134,11 @@ def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-def test_vectors_that_are_reduced_together_are_one_message_to_each_peer(pools: dict[int, Pool]) -> None:
-    assert pools[3].run(messages, True, True) == [(16, 2)] * 3
-    assert pools[3].run(messages, False, True) == [(16, 16)] * 3
-    assert pools[3].run(messages, True, False) == [(0, 0)] * 3, "the backend's own"
+@on_ranks(3)
+def test_vectors_that_are_reduced_together_are_one_message_to_each_peer(mesh: Any) -> None:
+    assert messages(mesh, True, True) == (16, 2)
+    assert messages(mesh, False, True) == (16, 16)
+    assert messages(mesh, True, False) == (0, 0), "the backend's own"
 
 
 @on_ranks(2, 4)

@@ -34,7 +34,6 @@ from tests.harness.small import (
     with_block,
     with_ends,
 )
-from yafsdp_fn.extras import cuda_graphs
 from yafsdp_fn.extras.cuda_graphs import CudaCapture, Graphs, NotCapturable, _Inspector, function_key
 from yafsdp_fn.program.ops import Backward, Forward
 
@@ -255,24 +254,6 @@ def test_attention_that_gives_its_seed_on_the_host_is_captured() -> None:
         ops = torch.ops.yafsdp_test
         assert looked_at(lambda x: ops.attention(x)[0] + 1) is None
         assert "draws from the CPU's generator" in str(looked_at(lambda x: ops.noise(torch.ones(1))))
-
-
-def test_what_cannot_be_captured_runs_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "RECOVERS", True)
-    step, tapes = captured(loss)
-    tapes.fails = True
-    with pytest.warns(RuntimeWarning, match="cannot be captured .RuntimeError: operation not permitted"):
-        got = trained(step, one_rank())
-    assert_equal(got, trained(ya.train_step(loss, TX, schedule=REMAT), one_rank()))
-    assert len(step._function._replays) == 0
-
-
-def test_where_torch_does_not_recover_a_failed_capture_ends_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graphs, "RECOVERS", False)
-    step, tapes = captured(loss)
-    tapes.fails = True
-    with pytest.raises(RuntimeError, match=r"layers\[0\]: the capture of a CUDA graph failed, and torch .*generators"):
-        trained(step, one_rank())
 
 
 def test_an_error_of_the_block_is_the_users() -> None:

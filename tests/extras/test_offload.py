@@ -174,8 +174,9 @@ def test_other_slots_and_sizes(mesh: Any) -> None:
         compare(found, expected, 0.0, str(schedule))
 
 
-def without_waits(mesh: Any) -> bool:
-    """Whether the numbers stay the same where nobody waits for anybody, and the first step notices nothing."""
+@on_ranks(1)
+def test_late_copies_would_show_a_missing_wait(mesh: Any) -> None:
+    """Where nobody waits for anybody, numbers change, if the first step does not notice."""
     _, expected = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Scoreboard, "use", lambda *args: [])
@@ -184,15 +185,11 @@ def without_waits(mesh: Any) -> bool:
                 _, found = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
             except RuntimeError as error:
                 assert "the block returned other values" in str(error)
-                return False
+                return
             finally:
                 communicators(mesh).drain()
     pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
-    return all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_late_copies_would_show_a_missing_wait(pools: Pools) -> None:
-    assert pools[1].run(without_waits) == [False]
+    assert not all(torch.equal(a, b) for a, b in pairs)
 
 
 # ---- memory
@@ -287,11 +284,11 @@ def fails(mesh: Any, error: type[BaseException], where: str) -> None:
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("world", [1, 2])
+@on_ranks(1, 2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_one_that_raised(pools: Pools, world: int, where: str) -> None:
-    pools[world].run(fails, Broken, where)
-    pools[world].run(fails, KeyboardInterrupt, where)
+def test_a_step_after_one_that_raised(mesh: Any, where: str) -> None:
+    for error in (Broken, KeyboardInterrupt):
+        fails(mesh, error, where)
 
 
 # ---- programs and timelines

@@ -17,7 +17,6 @@ import yafsdp_fn as ya
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools
 from tests.harness.small import one_rank
-from tests.modules.small import rows
 from tests.modules.test_functionalize import CODE, FROM_FILES, made, squares, tokens_of
 from yafsdp_fn.util.tensor_files import StoredTensor
 
@@ -47,6 +46,14 @@ class Reads:
         self._live.append((StorageWeakRef(tensor.untyped_storage()), tensor.nbytes))
         self.most = max(self.most, sum(nbytes for _, nbytes in self._live))
         return tensor
+
+
+def rows(world: int) -> dict[str, Tensor]:
+    """Of all ranks; padded in one row of each, so that there is a mask."""
+    tokens = torch.randint(3, 61, (2 * world, 7), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(tokens)
+    mask[::2, -2:] = 0
+    return {"tokens": tokens, "mask": mask, "targets": tokens.roll(-1, 1).masked_fill(mask == 0, -100)}
 
 
 def page(mesh: Any, folder: Path) -> None:

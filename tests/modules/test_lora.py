@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -354,17 +353,3 @@ def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         real, predicted = measured(ya.lora(llama.params(CONFIG), 4, dtype=dtype), remat)
         assert abs(predicted / real - 1) < 0.005 and real < limit
         limit = real
-
-
-def test_merged() -> None:
-    """Of a plain tree; of states: test_lora_on_ranks.py."""
-    tree = {"head": param(3, 5), "layers": ya.Stacked({"w": param(L, 6, 5)})}
-    made = ya.materialize(ya.lora(tree, 2, alpha=1.0))
-    node = made["layers"]["w"]
-    made["layers"]["w"] = dataclasses.replace(node, b=torch.randn(L, 6, 2))
-    merged = ya.merge_lora(made)
-    assert optree.tree_structure(merged) == optree.tree_structure(ya.params.without_markers(tree))
-    for layer in range(L):
-        expected = node.weight[layer] + 0.5 * made["layers"]["w"].b[layer] @ node.a[layer]
-        torch.testing.assert_close(merged["layers"]["w"][layer], expected)
-    assert torch.equal(merged["head"], made["head"])

@@ -169,14 +169,15 @@ def test_other_ways_to_take_a_step(mesh: Any) -> None:
 # ---- states: saved, carried over
 
 
-def saved(mesh: Any, directory: Path) -> None:
+@on_ranks(1, 2, nightly(3))
+def test_checkpoints_of_both_kinds_are_one(mesh: Any, tmp_path: Path) -> None:
     """Checkpoints of both kinds are read by both, and `ya.shard` takes a state there and back."""
     batch, step = batch_of(mesh.get_rank()), {tx: ya.train_step(loss, tx) for tx in OPTIMIZERS["adamw"]}
     for number, (tx, other) in enumerate((OPTIMIZERS["adamw"], OPTIMIZERS["adamw"][::-1])):
         state, _ = step[tx](ya.init(tree(Wire()), tx, mesh=mesh), batch)
-        ya.checkpoint.save(directory / str(number), state)
+        ya.checkpoint.save(tmp_path / str(number), state)
         sums = {ya.checksum(state)}
-        loaded, _ = ya.checkpoint.load(directory / str(number), ya.init(tree(Wire()), other, mesh=mesh, seed=1))
+        loaded, _ = ya.checkpoint.load(tmp_path / str(number), ya.init(tree(Wire()), other, mesh=mesh, seed=1))
         assert bool(on_host(loaded)) != bool(on_host(state))
         moved = ya.shard(state, other)
         assert bool(on_host(moved)) == bool(on_host(loaded))
@@ -185,11 +186,6 @@ def saved(mesh: Any, directory: Path) -> None:
         assert len(sums) == 1
         after = [step[tx](state, batch)[0], *(step[other](each, batch)[0] for each in (loaded, moved))]
         assert len({ya.checksum(each) for each in after}) == 1
-
-
-@pytest.mark.parametrize("world", [1, 2, nightly(3)])
-def test_checkpoints_of_both_kinds_are_one(pools: dict[int, Pool], tmp_path: Path, world: int) -> None:
-    pools[world].run(saved, tmp_path)
 
 
 def test_what_needs_all_units_is_refused() -> None:

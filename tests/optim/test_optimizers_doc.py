@@ -6,12 +6,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import check_steps
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import batches, loss, model
 from tests.optim.trees import plain_state
 
@@ -19,7 +18,9 @@ PAGE = (Path(__file__).parents[2] / "docs" / "optimizers.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
-def trains(mesh: Any) -> None:
+@on_ranks(1, 2)
+def test_the_code_trains(mesh: Any) -> None:
+    assert len(BLOCKS) == 5
     names = dict[str, Any]()
     for block in BLOCKS:
         exec(block, names)
@@ -28,9 +29,3 @@ def trains(mesh: Any) -> None:
         expected = plain_state(model(), tx)
         step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=True))
         check_steps((step, state), (ya.train_step(loss, tx), expected), batches(mesh, 3), 1e-9, block)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_code_trains(pools: dict[int, Pool], world: int) -> None:
-    assert len(BLOCKS) == 5
-    pools[world].run(trains)

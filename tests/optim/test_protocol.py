@@ -10,8 +10,6 @@ import torch
 
 from tests.optim.trees import bits, matrices, model
 from yafsdp_fn import optim
-from yafsdp_fn.params.markers import Stacked
-from yafsdp_fn.params.tree import Param
 
 
 def test_states_have_optax_names_and_the_structure_of_the_parameters() -> None:
@@ -102,38 +100,12 @@ def test_apply_updates_keeps_the_dtype() -> None:
     assert [leaf.dtype for leaf in out] == [torch.bfloat16] * 2
 
 
-def test_masked_passes_the_rest_through() -> None:
-    params, grads = model(0), model(1)
-    tx = optim.masked(optim.scale(-2.0), matrices)
-    updates, _ = tx.update(grads, tx.init(params), params)
-    assert bits(updates.layers.weight) == bits(grads.layers.weight * -2.0)
-    assert bits((updates.layers.norm, updates.bias)) == bits((grads.layers.norm, grads.bias))
-
-
 def test_a_norm_inside_masked_is_that_of_the_masked_leaves() -> None:
     params, grads = model(0), model(1)
     tx = optim.masked(optim.clip_by_global_norm(1e-3), matrices)
     updates, _ = tx.update(grads, tx.init(params))
     assert updates.layers.weight.norm().item() == pytest.approx(1e-3, rel=1e-5)
     assert bits(updates.bias) == bits(grads.bias)
-
-
-def test_masks_see_paths_and_parameters_of_one_layer() -> None:
-    params = {"layers": Stacked({"w": torch.zeros(3, 5, 7), "norm": torch.ones(3, 7)}), "head": torch.zeros(7, 2)}
-    seen: dict[str, Param] = {}
-
-    def rule(path: str, param: Param) -> bool:
-        seen[path] = param
-        return len(param.shape) > 1
-
-    tx = optim.add_decayed_weights(1.0, rule)
-    updates, _ = tx.update(optree.tree_map(torch.zeros_like, params), tx.init(params), params)
-    assert {path: param.shape for path, param in seen.items()} == {
-        "head": (7, 2),
-        "layers.norm": (7,),
-        "layers.w": (5, 7),
-    }
-    assert updates["layers"].tree["norm"].count_nonzero() == 0
 
 
 NEGATIVE = {

@@ -244,17 +244,6 @@ def test_an_empty_tree_takes_a_step() -> None:
     assert optree.tree_leaves(state)[0].item() == 1
 
 
-def test_a_zero_shard_stays_zero() -> None:
-    """Padding of flat shards."""
-    for make in ALL.values():
-        tx = make()
-        params, grads = {"layers": {"weight": torch.zeros(8)}}, {"layers": {"weight": torch.zeros(8)}}
-        state = tx.init(params)
-        for _ in range(3):
-            optim.step_(tx, params, grads, state, scale=torch.tensor(2.0))
-        assert params["layers"]["weight"].count_nonzero() == 0
-
-
 def test_a_gradient_of_another_shape_is_named() -> None:
     params, grads = model(0), model(1)
     wrong = grads._replace(layers=grads.layers._replace(norm=torch.zeros(2, 7)))
@@ -286,11 +275,3 @@ def test_a_state_that_swaps_its_leaves() -> None:
     for found_inf in (None, torch.tensor(0.0)):
         state = optim.step_(tx, params, [torch.zeros(3)], (torch.zeros(3), torch.ones(3)), found_inf=found_inf)
         assert [leaf.tolist() for leaf in state] == [[1.0] * 3, [0.0] * 3]
-
-
-def test_clipping_comes_first_or_is_a_part_of_the_update() -> None:
-    clip = optim.clip_by_global_norm(1.0)
-    assert analysis(clip).clips
-    assert analysis(optim.chain(optim.identity(), optim.chain(clip, optim.sgd(1.0)))).clips
-    for tx in (optim.adamw(1.0), optim.chain(optim.sgd(1.0), clip), optim.identity()):
-        assert not analysis(tx).clips

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import yafsdp_fn as ya
 from tests.harness.small import param
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.layout import Entry, FlatLayout
 from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.util.mesh_axes import ALIGN, round_up
 
@@ -92,22 +92,6 @@ class Net(NamedTuple):
 
 def groups_of(tree: Any) -> list[tuple[str, tuple[int, ...], tuple[str, ...], bool]]:
     return [(g.name, g.units, g.layout.names, g.trainable) for _, g in tree_layout(tree)[0].groups]
-
-
-def test_one_unit_a_subtree_and_one_a_layer() -> None:
-    tree = Net({"w": param(3, 2), "b": param(3)}, ya.Stacked({"w": param(4, 5)}), {"w": param(2)})
-    assert groups_of(tree) == [
-        ("embed", (0,), ("embed.b", "embed.w"), True),
-        ("layers", (1, 2, 3, 4), ("layers.w",), True),
-        ("head", (5,), ("head.w",), True),
-    ]
-    entries = tree_layout(tree)[0].entries
-    assert [(e.name, e.length, e.leaf_count) for e in entries] == [
-        ("embed", None, 2),
-        ("layers", 4, 1),
-        ("head", None, 1),
-    ]
-    assert entries[1].groups[0].layout.shapes == ((5,),)
 
 
 def test_unit_and_frozen_inside_a_stack_make_groups_with_layer_major_ids() -> None:
@@ -211,12 +195,6 @@ def test_params_of_a_group_are_per_layer() -> None:
     entry = mixed_entry()
     shapes = [[p.shape for p in entry.params(group)] for group in entry.groups]
     assert shapes == [[(3,)], [(2,), (2,)], [(1,)]]
-
-
-def test_groups_of_one_stack_have_different_names() -> None:
-    tree = {"x": ya.Stacked({"a": ya.frozen(param(2)), "b": ya.frozen(param(2), torch.float16), "c": param(2)})}
-    groups: list[Group] = [group for _, group in tree_layout(tree)[0].groups]
-    assert len({group.name for group in groups}) == 3
 
 
 @pytest.mark.parametrize(

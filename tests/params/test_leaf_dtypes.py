@@ -12,7 +12,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.small import assert_equal, one_rank
 from tests.steps.test_leaf_dtypes import BF16, F32, F64, LAYERS, TX, loss, tree
 from yafsdp_fn.checkpoint.io import load, save
@@ -132,13 +132,10 @@ def test_torchs_checkpoints_keep_it(tmp_path: Path) -> None:
     assert_equal(ya.shard(again, mesh=one_rank()).params, state.params)
 
 
-def unlike(mesh: Any) -> None:
-    ya.init(tree(compute=F32 if mesh.get_rank() else BF16), mesh=mesh)
-
-
-def test_ranks_with_other_dtypes_are_told(pools: dict[int, Pool]) -> None:
-    for error in pools[2].errors(unlike):
-        assert "ranks disagree on the parameters" in error and "gathered in torch.bfloat16" in error
+@on_ranks(2)
+def test_ranks_with_other_dtypes_are_told(mesh: Any) -> None:
+    with pytest.raises(ya.errors.RanksDisagree, match=r"disagree on the parameters(?s:.*)gathered in torch.bfloat16"):
+        ya.init(tree(compute=F32 if mesh.get_rank() else BF16), mesh=mesh)
 
 
 @pytest.mark.parametrize(

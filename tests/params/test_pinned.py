@@ -123,12 +123,13 @@ def test_errors(abstract: Any, message: str) -> None:
 # ---- steps
 
 
+@on_ranks(2)
 @pytest.mark.parametrize("parts", [1, 3])
-def test_gathered_once_per_step_under_zero3(pools: Pools, parts: int) -> None:
-    for counts in pools[2].run(counted, "pinned", 5, "zero3", parts):
-        assert counts[("gather", "layers")] > 5 and counts[("reduce", "layers")] == 5 * parts
-        for name in ("layers.pinned", "layers.side.pinned", "more.pinned"):
-            assert counts[("gather", name)] == 1 and counts[("reduce", name)] == parts
+def test_gathered_once_per_step_under_zero3(mesh: Any, parts: int) -> None:
+    counts = counted(mesh, "pinned", 5, "zero3", parts)
+    assert counts[("gather", "layers")] > 5 and counts[("reduce", "layers")] == 5 * parts
+    for name in ("layers.pinned", "layers.side.pinned", "more.pinned"):
+        assert counts[("gather", name)] == 1 and counts[("reduce", name)] == parts
 
 
 def test_a_frozen_pinned_unit_is_never_reduced() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
@@ -13,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import yafsdp_fn as ya
-from yafsdp_fn.params.markers import Frozen, has_marker, is_marker
+from yafsdp_fn.params.markers import has_marker, is_marker
 from yafsdp_fn.params.tree import dotted, join, named_leaves, shape_of
 
 
@@ -32,21 +31,6 @@ def sample() -> Any:
 PATHS = ["a.left.x", "a.right.0", "a.right.2", "b.u.0", "b.u.1", "b.w"]
 
 
-def optree_map(f: Callable[[Any], Any], tree: Any) -> Any:
-    return optree.tree_map(f, tree)
-
-
-def torch_map(f: Callable[[Any], Any], tree: Any) -> Any:
-    return torch_pytree.tree_map(lambda x: None if x is None else f(x), tree)
-
-
-@pytest.mark.parametrize("tree_map", [optree_map, torch_map])
-def test_maps_see_through_markers_and_keep_them(tree_map: Any) -> None:
-    doubled = tree_map(lambda x: 2 * x, sample())
-    assert doubled["b"] == ya.Stacked({"w": 2, "u": ya.Unit([4, 6])})
-    assert doubled["a"] == Pair(Frozen({"x": 8}, torch.bfloat16), (10, None, ya.Unit(Frozen(12))))
-
-
 def test_flatten_and_unflatten_in_both_registries() -> None:
     leaves, spec = optree.tree_flatten(sample())
     assert leaves == [4, 5, 6, 2, 3, 1]  # optree sorts keys; None is no leaf
@@ -60,12 +44,6 @@ def test_structures_differ_by_marker_and_by_the_dtype_of_frozen() -> None:
     nodes = [1, ya.Stacked(1), ya.Unit(1), ya.frozen(1), ya.frozen(1, torch.bfloat16), ya.Unit(ya.Unit(1))]
     assert len({optree.tree_structure(node) for node in nodes}) == len(nodes)
     assert optree.tree_structure(ya.frozen(1, torch.bfloat16)) == optree.tree_structure(ya.frozen(2, torch.bfloat16))
-
-
-def test_torch_func_differentiates_through_markers() -> None:
-    tree = {"a": ya.Stacked(torch.ones(2)), "b": ya.frozen(torch.ones(3))}
-    grads = torch.func.grad(lambda t: sum(x.square().sum() for x in optree.tree_leaves(t)))(tree)
-    assert isinstance(grads["a"], ya.Stacked) and grads["b"].tree.tolist() == [2, 2, 2]
 
 
 def test_names_are_dotted_paths_without_markers() -> None:

@@ -8,20 +8,17 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.small import one_rank
 from yafsdp_fn.runtime.batch import split_batch
 
 
-def cut(mesh: Any, batch: Any, replicate: int) -> Any:
-    return ya.shard_batch(batch, ya.mesh(device="cpu", replicate=replicate))
-
-
+@on_ranks(4)
 @pytest.mark.parametrize("replicate", [1, 2, 4])
-def test_a_rank_gets_its_rows_and_so_does_a_replica(pools: dict[int, Pool], replicate: int) -> None:
+def test_a_rank_gets_its_rows_and_so_does_a_replica(mesh: Any, replicate: int) -> None:
     batch = {"x": torch.arange(8).view(8, 1), "scale": torch.tensor(3.0), "n": 5, "none": None}
-    for rank, mine in enumerate(pools[4].run(cut, batch, replicate)):
-        assert mine["x"].flatten().tolist() == [2 * rank, 2 * rank + 1] and mine["scale"] == 3 and mine["n"] == 5
+    rank, mine = mesh.get_rank(), ya.shard_batch(batch, ya.mesh(device="cpu", replicate=replicate))
+    assert mine["x"].flatten().tolist() == [2 * rank, 2 * rank + 1] and mine["scale"] == 3 and mine["n"] == 5
 
 
 def test_one_rank_gets_the_batch() -> None:
@@ -30,11 +27,12 @@ def test_one_rank_gets_the_batch() -> None:
     assert torch.equal(found, x) and found.data_ptr() == x.data_ptr()  # in the same memory
 
 
-def test_rows_that_do_not_divide_are_named(pools: dict[int, Pool]) -> None:
-    for error in pools[4].errors(cut, {"a": {"x": torch.ones(3)}}, 2):
-        assert "ValueError: shard_batch: a.x has 3 rows, not a multiple of 4 ranks" in error
-    for error in pools[4].errors(cut, torch.ones(3), 1):
-        assert "ValueError: shard_batch: the batch has 3 rows" in error
+@on_ranks(4)
+def test_rows_that_do_not_divide_are_named(mesh: Any) -> None:
+    with pytest.raises(ValueError, match=r"shard_batch: a.x has 3 rows, not a multiple of 4 ranks"):
+        ya.shard_batch({"a": {"x": torch.ones(3)}}, ya.mesh(device="cpu", replicate=2))
+    with pytest.raises(ValueError, match=r"shard_batch: the batch has 3 rows"):
+        ya.shard_batch(torch.ones(3), mesh)
 
 
 def test_parts_are_views_that_cover_the_batch() -> None:

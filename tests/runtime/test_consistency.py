@@ -15,7 +15,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.failing import batch, loss, params, state
 from tests.harness.groups import outcome
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime import consistency
 
 o = ya.optim
@@ -123,30 +123,25 @@ def test_another_optimizer_is_refused_and_named(mesh: Any, by_hand: bool) -> Non
     now, _ = ya.train_step(loss, o.sgd(0.1))(state(mesh, o.sgd(0.1)), batch(rank))  # nothing is lost
 
 
-def environments(mesh: Any) -> list[str]:
-    rank, found = mesh.get_local_rank(), []
-    changes: list[tuple[Any, str, Any]] = [
-        (os.environ, "NCCL_ALGO", "Ring"),
-        (torch, "__version__", "2.99"),
-        (consistency, "_version", lambda: "9.9"),
+@on_ranks(2)
+def test_another_environment_is_refused_and_named(mesh: Any) -> None:
+    rank, version = mesh.get_local_rank(), consistency._version()
+    changes: list[tuple[Any, str, Any, str]] = [
+        (os.environ, "NCCL_ALGO", "Ring", "the variable NCCL_ALGO differs:\n    rank 0: not set\n    rank 1: Ring"),
+        (torch, "__version__", "2.99", f"of torch differs:\n    rank 0: {torch.__version__}\n    rank 1: 2.99"),
+        (consistency, "_version", lambda: "9.9", f"of yafsdp_fn differs:\n    rank 0: {version}\n    rank 1: 9.9"),
     ]
-    for where, name, value in changes:
+    for where, name, value, said in changes:
         with pytest.MonkeyPatch.context() as patch:
             if rank:
                 patch.setitem(where, name, value) if where is os.environ else patch.setattr(where, name, value)
-            found.append(outcome(lambda: ya.init(params(), mesh=mesh)))
-    return found
+            text = outcome(lambda: ya.init(params(), mesh=mesh))
+        assert said in text, text
 
 
-def test_another_environment_is_refused_and_named(pools: dict[int, Pool]) -> None:
-    for variable, torch_, own in pools[2].run(environments):
-        assert "the variable NCCL_ALGO differs:\n    rank 0: not set\n    rank 1: Ring" in variable
-        assert f"the version of torch differs:\n    rank 0: {torch.__version__}\n    rank 1: 2.99" in torch_
-        assert "the version of yafsdp_fn differs:" in own and "    rank 1: 9.9" in own
-
-
-def warned(mesh: Any) -> list[list[str]]:
-    """What is warned of by another number of threads, and by equal ones; twice each."""
+@on_ranks(2)
+def test_other_threads_are_warned_of_once(mesh: Any) -> None:
+    """Of another number of threads, in two steps, and not of equal ones."""
     rank, tx, found = mesh.get_local_rank(), o.sgd(0.1), []
     for threads in (1 + rank, 1):
         step, now = ya.train_step(loss, tx), state(mesh, tx)
@@ -158,10 +153,5 @@ def warned(mesh: Any) -> list[list[str]]:
                 now, _ = step(now, batch(rank))
         torch.set_num_threads(before)
         found.append([str(each.message) for each in caught if "numbers of threads" in str(each.message)])
-    return found
-
-
-def test_other_threads_are_warned_of_once(pools: dict[int, Pool]) -> None:
-    for of_threads, of_nothing in pools[2].run(warned):
-        assert len(of_threads) == 1 and not of_nothing
-        assert "other numbers of threads, [1, 2]" in of_threads[0]
+    (of_threads,), of_nothing = found
+    assert "other numbers of threads, [1, 2]" in of_threads and not of_nothing

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
 from yafsdp_fn.nn.linear import AutogradRun, weight_leaf
 from yafsdp_fn.pipelines.session import Later
@@ -148,16 +148,16 @@ def exact(mesh: Any, pairs: list[tuple[Block, Any]]) -> None:
                 compare((value, ya.unshard(grads)), expected, 2e-6, what)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_blocks(pools: dict[int, Pool], world: int) -> None:
+@on_ranks(1, 2)
+def test_blocks(mesh: Any) -> None:
     """Against the plain loop, recomputed or not, in chunks or not."""
-    blocks = BLOCKS if world == 1 else [several_uses, hooked, again, checkpointed]
-    pools[world].run(exact, [(block, plain_head) for block in blocks])
+    blocks = BLOCKS if mesh.size() == 1 else [several_uses, hooked, again, checkpointed]
+    exact(mesh, [(block, plain_head) for block in blocks])
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_heads(pools: dict[int, Pool], world: int) -> None:
-    pools[world].run(exact, [(own, checkpointed_head), (own, inner_head)])
+@on_ranks(1, 2)
+def test_heads(mesh: Any) -> None:
+    exact(mesh, [(own, checkpointed_head), (own, inner_head)])
 
 
 def halves(x: Tensor, between: Callable[[], object]) -> Tensor:

@@ -32,12 +32,6 @@ def both(run: Callable[[Any, Any], Any], rtol: float = 1e-5) -> None:
     assert_close(run(sharded, along), run(plain, plain_along), rtol=rtol, atol=1e-6)
 
 
-def test_forward_alone_outside_any_step() -> None:
-    both(lambda p, _: scalar(p, batch()))
-    with torch.no_grad():
-        both(lambda p, _: scalar(p, batch()))
-
-
 def test_a_hessian_in_two_numbers() -> None:
     b = batch()
 
@@ -45,19 +39,6 @@ def test_a_hessian_in_two_numbers() -> None:
         return scalar(optree.tree_map(lambda x: x * (1 + s[0]) + 0.1 * s[1] * x.square(), p), b)
 
     both(lambda p, _: func.hessian(along)(torch.zeros(2), p), rtol=1e-3)
-
-
-def test_a_transform_inside_a_step() -> None:
-    """A gradient penalty: the inner gradient takes the pure path, the rest of the loss the slots."""
-
-    def penalised(p: Model, b: Any) -> Tensor:
-        grads = func.grad(scalar)(p, b)
-        return scalar(p, b) + 0.1 * torch.stack([g.square().sum() for g in optree.tree_leaves(grads)]).sum()
-
-    sharded, plain = states()
-    differentiate = ya.value_and_grad(penalised)
-    for _ in range(2):
-        assert_close(differentiate(sharded, batch()), differentiate(plain, batch()), rtol=1e-4, atol=1e-6)
 
 
 def test_dropout_is_replayed_in_the_backward() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pool
+from tests.harness.pool import on_ranks
 from yafsdp_fn.runtime.reductions import as_mean, combine
 
 numbers = st.floats(-100, 100, width=32)
@@ -94,7 +94,9 @@ def test_nothing_to_reduce_takes_no_collective() -> None:
     assert combine([{"e": 3}], ranks) == {"e": 3} and ranks.calls == []
 
 
-def numbers_in_aux(mesh: Any) -> Any:
+@on_ranks()
+@pytest.mark.parametrize(("world", "stages"), [(1, 1), (2, 1), (2, 2)])
+def test_numbers_are_reduced_as_the_tensors_that_they_are(mesh: Any, stages: int) -> None:
     """A step's aux of numbers and of the tensors that they are, on stages, too."""
     params = {"a": ya.Unit({"w": ya.Param((4,))}), "b": ya.Unit({"w": ya.Param((4,))})}
 
@@ -104,27 +106,20 @@ def numbers_in_aux(mesh: Any) -> Any:
         found = [(of(value), of(torch.tensor(value))) for of in (ya.Sum, ya.Max) for value in (4, 2.5, True)]
         return ya.Mean(x.sum(), 3), found
 
-    batch, stages = ya.shard_batch(torch.ones(8, 4), mesh), None
-    if "stage" in mesh.mesh_dim_names:
-        stages = ya.schedules.assign(ya.planner.trace(loss, params, batch, has_aux=True), stages=2)
-    state = ya.init(params, ya.optim.sgd(0.1), mesh=mesh, stages=stages)
-    step = ya.train_step(loss, ya.optim.sgd(0.1), has_aux=True, microbatches=2)
-    return [step(state, batch)[1]["aux"] for state in (state, ya.PlainState.create(params, ya.optim.sgd(0.1)))]
-
-
-def numbers_on_stages(mesh: Any) -> Any:
-    return numbers_in_aux(ya.mesh(stage=2, shard=-1, device="cpu"))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_numbers_are_reduced_as_the_tensors_that_they_are(pools: dict[int, Pool], ranks: int) -> None:
-    for function in (numbers_in_aux, numbers_on_stages)[:ranks]:
-        for sharded, plain in pools[ranks].run(function):
-            for number, tensor in (*sharded, *plain):
-                assert torch.equal(number, tensor) and number.dtype == tensor.dtype
-            assert [number.item() for number, _ in plain] == [8, 5.0, 2, 4, 2.5, True]
-            factor = 1 if function is numbers_on_stages else ranks
-            assert [number.item() for number, _ in sharded[:3]] == [factor * n for n in (8, 5.0, 2)]
+    tx, assignment, factor = ya.optim.sgd(0.1), None, mesh.size() // stages
+    batch = torch.ones(8 // factor, 4)
+    if stages > 1:
+        mesh = ya.mesh(stage=stages, shard=-1, device="cpu")
+        assignment = ya.schedules.assign(ya.planner.trace(loss, params, batch, has_aux=True), stages=stages)
+    step = ya.train_step(loss, tx, has_aux=True, microbatches=2)
+    for state, times in (
+        (ya.init(params, tx, mesh=mesh, stages=assignment), factor),
+        (ya.PlainState.create(params, tx), 1),
+    ):
+        found = step(state, batch)[1]["aux"]
+        assert all(torch.equal(number, tensor) and number.dtype == tensor.dtype for number, tensor in found)
+        sums = [times * n for n in (8, 5.0, 2)]
+        assert [number.item() for number, _ in found] == [*sums, 4, 2.5, True]
 
 
 def test_what_is_no_number_is_refused_in_a_reduction() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 import yafsdp_fn as ya
-from tests.harness.small import Model, assert_close, assert_equal, batch, leaves, loss, model, one_rank, param
+from tests.harness.small import Model, assert_equal, batch, leaves, loss, model, one_rank, param
 
 TX = ya.optim.adamw(1e-2)
 State = ya.ShardedState
@@ -61,17 +61,6 @@ def test_the_optimizer_state_is_sharded_alike() -> None:
     assert [leaf.shape for leaf in optree.tree_leaves(mu)] == [
         leaf.shape for leaf in optree.tree_leaves(fresh().params)
     ]
-
-
-def test_apply_gradients_is_the_other_half_of_a_step() -> None:
-    state, twin = fresh(), fresh()
-    step, differentiate = train(), ya.value_and_grad(loss)
-    for number in range(3):
-        _, grads = differentiate(state.params, batch(number))
-        state = state.apply_gradients(grads, TX)
-        twin, _ = step(twin, batch(number))
-    assert (state.step, twin.step) == (3, 3)
-    assert_close(state, twin, rtol=1e-5)
 
 
 # ---- donation
