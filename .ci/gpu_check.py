@@ -134,8 +134,8 @@ STEPS = {
         100, 40, "train20", "python -m train clm, 20 steps on the GPU and the CPU: losses side by side", together=True
     ),
     "rest": tests(
-        120, 30, "offload, timeline, registered memory",
-        "tests/extras/test_offload.py tests/extras/test_registered_memory.py tests/timeline/test_record.py",
+        120, 30, "offload, timeline",
+        "tests/extras/test_offload.py tests/timeline/test_record.py",
     ),
     "traced": own(
         60, 25, "traced", "a loss of more rows than a chunk of the head is traced where there is a GPU", together=True

@@ -35,7 +35,6 @@ def mesh(
     tensor: int | None = None,
     device: str | torch.device | None = None,
     timeout: timedelta | None = None,
-    registered: bool = False,
     deterministic: int | None = None,
     **axes: int,
 ) -> DeviceMesh:
@@ -57,9 +56,6 @@ def mesh(
     device: "cuda" or "cpu", default cuda if available. A rank takes the GPU numbered LOCAL_RANK; RuntimeError if there
         is none, since ranks do not share one
     timeout: after which a collective whose peers have stopped raises, ten minutes by default
-    registered: slots and working copies of states on this mesh are allocated by NCCL and registered with its
-        communicators, so that copy engines and switches can do its work; raises RuntimeError if NCCL, torch or the
-        device cannot. Such memory is not freed when a state is dropped
     deterministic: the number of micro-shards in which every global batch is computed, a multiple of the number of
         ranks that rows go to. Losses, norms, gradients and parameters then have the same bits at every number of
         ranks that divides it, with axes inside blocks of one size (docs/deterministic.md). Ranks compare everything
@@ -85,7 +81,7 @@ def mesh(
     asked = {"stage": stage, "replicate": replicate, "shard": shard, "local": local, "device": kind}
     usual = {name: size for name, size in zip(INSIDE, (expert, context, tensor), strict=True) if size is not None}
     inside = {**axes, **usual}
-    _agree({**asked, **inside, "registered": registered, "deterministic": deterministic})
+    _agree({**asked, **inside, "deterministic": deterministic})
     if inside:
         _check_inside(inside)
     replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
@@ -110,10 +106,6 @@ def mesh(
     if deterministic is not None:
         micro_shards.mark(made, deterministic)
         communicators(made).must_agree("what bits depend on", micro_shards.circumstances(communicators(made)))
-    if registered:
-        from yafsdp_fn.extras.registered_memory import register
-
-        register(communicators(made))
     return made
 
 
@@ -133,7 +125,7 @@ def _agree(arguments: dict[str, object]) -> None:
 
 def _check_inside(inside: dict[str, int]) -> None:
     """Raises unless these axes inside blocks can be."""
-    known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "registered", "deterministic"]
+    known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "deterministic"]
     for name, size in inside.items():
         near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
         if near:

@@ -9,9 +9,9 @@ ends:
 
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Self
 
@@ -134,11 +134,6 @@ class Communicators(OrderedGroups):
         super().share(stages)
         if new and self.device.type == "cuda":
             self._use_once("replicate", self.sharing(stages), "all-reduce")
-
-    def allocate_in(self, allocator: Callable[[], AbstractContextManager[None]]) -> None:
-        """Sets `memory` to `allocator`. All ranks call it, before any state exists."""
-        if self.memory is nullcontext:  # else by an equal mesh; states may use its memory
-            self.memory = allocator
 
     # ---- agreement, on a group of the CPU
 

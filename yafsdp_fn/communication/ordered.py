@@ -16,7 +16,7 @@ Every rank issues in one total order over all streams.
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -40,7 +40,6 @@ class OrderedGroups(Groups):
 
     streams: by name; with one rank, which has no groups, only those that somebody asks for
     event: creates an event of any stream, the compute stream included
-    memory: context in which to allocate what collectives read and write; memory that belongs together is one block
     steps: the running steps, for the watchdog
     states: numbers for the states on this mesh; unread: see params/one_state.py
     """
@@ -54,7 +53,6 @@ class OrderedGroups(Groups):
         self.watchdog: Watchdog | None = None
         self.streams: dict[str, Stream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
-        self.memory: Callable[[], AbstractContextManager[None]] = nullcontext
         staged = self.stages > 1
         names = [] if self.alone else ["gather", "reduce"]
         if self.replicas > 1 or staged:

@@ -1,1 +1,1 @@
-"""Parts that a step may use beside its program: CUDA graphs, offloading, registered memory."""
+"""Parts that a step may use beside its program: CUDA graphs and offloading."""

@@ -73,8 +73,7 @@ class StateMemory(Placement[Communicators]):
                 self.ranks_of[unit].connect_sums(precision.param, self.wire_dtype(unit), wide)
         # shards, and what is gathered of them
         self.master = Shards(self.groups, masters)
-        with self.comms.memory():
-            working = [self._working_copy(group, m) for group, m in zip(self.groups, masters, strict=True)]
+        working = [self._working_copy(group, m) for group, m in zip(self.groups, masters, strict=True)]
         self.working = Shards(self.groups, working)
         # uses of its buffers, and buffers that are made when something asks for them
         self.versions: Counter[int] = Counter()

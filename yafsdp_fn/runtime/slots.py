@@ -66,12 +66,11 @@ class Slots:
 
     def reserve_for(self, program: Program) -> None:
         """Makes every slot of `program` as large as what it holds."""
-        with self.memory.comms.memory():
-            alias = self.memory.weights_alias
-            self.reserve(program.slot_bytes(alias), program.grad_slot_bytes(self.memory.grads_alias))
-            for unit, size in program.secondary_bytes().items():
-                if unit not in self._secondary and unit not in alias:
-                    self._secondary[unit] = self._new(("secondary", self.number, unit), size)
+        alias = self.memory.weights_alias
+        self.reserve(program.slot_bytes(alias), program.grad_slot_bytes(self.memory.grads_alias))
+        for unit, size in program.secondary_bytes().items():
+            if unit not in self._secondary and unit not in alias:
+                self._secondary[unit] = self._new(("secondary", self.number, unit), size)
         self.carried, self.reserved = program.carried(), program
         self.prepared.clear()
 
