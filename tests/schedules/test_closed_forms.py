@@ -17,6 +17,7 @@ from yafsdp_fn.schedules import (
     Trace,
     UpdateWhen,
     ddp,
+    fsdp2,
     hpz,
     hsdp,
     verify,
@@ -57,8 +58,16 @@ FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
     },
     "zero2": (zero2, "ranks", lambda L, M: (L + U, M * (L + U))),
     "zero1": (zero1, "ranks", lambda L, M: (L + U, L + U)),
+    "fsdp2": (lambda update: fsdp2(), "ranks", lambda L, M: (M * (2 * L + U), M * (L + U))),
+    "fsdp2, held": (
+        lambda update: fsdp2(reshard_after_forward=False, defer=True),
+        "ranks",
+        lambda L, M: (L + U, L + U),
+    ),
+    "fsdp2, deferred": (lambda update: fsdp2(defer=True), "ranks", lambda L, M: ((M + 1) * L + U, L + U)),
     "ddp": (ddp, "replicas of the whole", lambda L, M: (L + U, L + U)),
     "hsdp": (hsdp, "replicas", lambda L, M: (gathers_of_zero3(L, M), M * (L + U))),
+    "hsdp, deferred": (partial(hsdp, defer=True), "replicas", lambda L, M: (gathers_of_zero3(L, M), L + U)),
     **{
         f"hpz {k}, prefetch {p}": (
             partial(hpz, k, prefetch=p),
