@@ -17,6 +17,7 @@ from yafsdp_fn.schedules import (
     Trace,
     UpdateWhen,
     ddp,
+    fsdp2,
     hpz,
     hsdp,
     verify,
@@ -63,8 +64,12 @@ FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
     },
     "zero2": (zero2, "ranks", lambda L, M: (L + U, M * (L + U))),
     "zero1": (zero1, "ranks", once),
+    "fsdp2": (lambda update: fsdp2(), "ranks", lambda L, M: (M * (2 * L + U), M * (L + U))),
+    "fsdp2, held": (lambda update: fsdp2(reshard_after_forward=False, defer=True), "ranks", once),
+    "fsdp2, deferred": (lambda update: fsdp2(defer=True), "ranks", lambda L, M: ((M + 1) * L + U, L + U)),
     "ddp": (ddp, "replicas of the whole", once),
     "hsdp": (hsdp, "replicas", streamed),
+    "hsdp, deferred": (partial(hsdp, defer=True), "replicas", lambda L, M: (streamed(L, M)[0], L + U)),
     **{
         f"hpz {k}, prefetch {p}": (partial(hpz, k, prefetch=p), "replicas and nodes", partial(streamed, prefetch=p))
         for k, p in itertools.product((0, 1, 3, 99), (1, 2))

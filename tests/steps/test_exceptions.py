@@ -210,11 +210,6 @@ def test_an_optimizer_that_raises_leaves_the_state_usable(mesh: Any) -> None:
         assert fail(fault, 0, lambda now=now: step(now, data))
         assert same(bits(now), before)
         now, _ = step(now, data)
-    _, grads = ya.value_and_grad(loss_with())(now.params, data)
-    wrong = optree.tree_map(lambda leaf: leaf[..., :-1], grads)
-    with pytest.raises(ValueError, match=r"the gradient of embed.* should be like .*, got "):
-        now.apply_gradients(wrong, tx)
-    step(now.apply_gradients(grads, tx), data)
 
 
 @on_ranks(1, 2)

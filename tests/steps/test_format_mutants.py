@@ -213,38 +213,30 @@ def damaged_rows(fault: Fault, rows: Tensor) -> None:
 ROWS = ("scale of another block", "another block", "wrong region", "region too small")
 
 
-def encoding(real: Any, fault: Fault, format: Format, values: Tensor, out: Tensor) -> None:
-    before = out.clone()
-    real(format, values, out)
+def coding(real: Any, fault: Fault, format: Format, given: Tensor, out: Tensor) -> None:
+    """Encodes, or decodes, `given` into `out`: damaged is what is encoded, before or behind."""
+    before, decodes = out.clone(), given.dtype == torch.uint8
+    real(format, given, out)
     if not fault.here():
         return
     right = out.clone()
     if fault.how == "left out":
         out.copy_(before)
     elif fault.how == "twice":
-        real(format, values, out)
-    else:
-        damaged_rows(fault, out.view(-1, format.block_bytes))
-    each = [format.decode(bytes.reshape(-1, format.block_bytes).clone(), torch.float64) for bytes in (out, right)]
-    if not fault.strikes("encoding", *each):
-        out.copy_(right)
-
-
-def decoding(real: Any, fault: Fault, format: Format, encoded: Tensor, out: Tensor) -> None:
-    before, given = out.clone(), encoded.clone()
-    real(format, encoded, out)
-    if not fault.here():
-        return
-    right = out.clone()
-    if fault.how == "left out":
-        out.copy_(before)
-    elif fault.how == "twice":
+        real(format, given, out)
+    elif decodes:
+        encoded = given.clone()
+        damaged_rows(fault, encoded.view(-1, format.block_bytes))
         real(format, encoded, out)
     else:
-        damaged_rows(fault, given.view(-1, format.block_bytes))
-        real(format, given, out)
-    if not fault.strikes("decoding", out, right):
+        damaged_rows(fault, out.view(-1, format.block_bytes))
+    each = (out, right) if decodes else [decoded(format, nbytes) for nbytes in (out, right)]
+    if not fault.strikes("decoding" if decodes else "encoding", *each):
         out.copy_(right)
+
+
+def decoded(format: Format, encoded: Tensor) -> Tensor:
+    return format.decode(encoded.reshape(-1, format.block_bytes).clone(), torch.float64)
 
 
 def decoding_parts(
@@ -255,10 +247,8 @@ def decoding_parts(
         rows = given.view(-1, format.block_bytes)
         damaged_rows(fault, rows)
         # sums of ranks: what is only added in another order is no fault
-        each = [
-            format.decode(bytes.reshape(-1, format.block_bytes).clone(), torch.float64) for bytes in (rows, encoded)
-        ]
-        if not fault.strikes("adding up", *(decoded.view(ranks, -1).sum(0) for decoded in each)):
+        sums = [decoded(format, nbytes).view(ranks, -1).sum(0) for nbytes in (rows, encoded)]
+        if not fault.strikes("adding up", *sums):
             given.copy_(encoded)
     yield from real(format, given, ranks, dtype)
 
@@ -321,14 +311,14 @@ class Site(NamedTuple):
 
 
 OF_FORMATS = (
-    Site("runtime.memory", "formats", "encode", encoding, ("left out", *ROWS), lambda case: case.wire.gather),
-    Site("runtime.works", "formats", "decode", decoding, ("left out", "twice", *ROWS), lambda case: case.wire.gather),
+    Site("runtime.memory", "formats", "encode", coding, ("left out", *ROWS), lambda case: case.wire.gather),
+    Site("runtime.works", "formats", "decode", coding, ("left out", "twice", *ROWS), lambda case: case.wire.gather),
     Site(
-        "communication.sums", "formats", "encode", encoding, ("left out", "twice", *ROWS), lambda case: case.wire.reduce
+        "communication.sums", "formats", "encode", coding, ("left out", "twice", *ROWS), lambda case: case.wire.reduce
     ),
     Site("communication.sums", "formats", "decoded_parts", decoding_parts, ROWS, lambda case: case.wire.reduce),
-    Site("optim.in_format", "formats", "encode", encoding, ("left out", *ROWS), lambda case: case.moments),
-    Site("optim.in_format", "formats", "decode", decoding, ("left out", *ROWS), lambda case: case.moments),
+    Site("optim.in_format", "formats", "encode", coding, ("left out", *ROWS), lambda case: case.moments),
+    Site("optim.in_format", "formats", "decode", coding, ("left out", *ROWS), lambda case: case.moments),
 )
 OF_VECTORS = (
     Site("runtime.works", "flat", "gather_into", gathering, ("left out", "another"), lambda case: True),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 import yafsdp_fn as ya
 from models import llama
-from tests.harness.pool import Pools
+from tests.harness.meshes import mesh_of
+from tests.harness.pool import on_ranks
 from tests.steps.staged.models import F64
 
 CONFIG = llama.Config(vocab=19, embed=16, ffn=24, layers=3, heads=2, kv_heads=1, head_dim=8, max_length=32, tied=True)
@@ -24,25 +26,13 @@ def drawn(params: Any) -> list[torch.Tensor]:
     return scores
 
 
-def check(_: Any, **axes: int) -> None:
+@on_ranks(2, 4)
+def test_decoding_across_stages(_: Any) -> None:
     batch = {"tokens": torch.zeros(1, 8, dtype=torch.long), "targets": torch.zeros(1, 8, dtype=torch.long)}
     trace = ya.planner.trace(llama.loss(CONFIG), llama.params(CONFIG), batch, precision=F64)
-    mesh = ya.mesh(device="cpu", **axes)
-    state = ya.init(llama.params(CONFIG), mesh=mesh, precision=F64, stages=ya.schedules.assign(trace, 2))
+    assignment = ya.schedules.assign(trace, 2)
+    state = ya.init(llama.params(CONFIG), mesh=mesh_of(stage=2), precision=F64, stages=assignment)
     for got, expected in zip(drawn(state.params), drawn(ya.unshard(state)), strict=True):
         assert torch.allclose(got, expected, rtol=1e-12, atol=0)
-    try:
+    with pytest.raises(RuntimeError, match="a derivative outside of a step"):
         llama.loss(CONFIG)(state.params, batch)
-    except RuntimeError as error:
-        assert "a derivative outside of a step" in str(error)
-    else:
-        raise AssertionError("not refused")
-
-
-def test_decoding_across_stages(pools: Pools) -> None:
-    pools[2].run(on, {"stage": 2})
-    pools[4].run(on, {"stage": 2})
-
-
-def on(mesh: Any, axes: dict[str, int]) -> None:
-    check(mesh, **axes)

@@ -15,7 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
-from tests.harness.problems import Batch, Loss, Params, base_params, block, block_with_y, embed, head, with_ends
+from tests.harness.problems import Batch, Params, base_params, block, block_with_y, embed, head, with_ends
 from tests.steps.staged.models import TWO_STAGES
 
 TX = ya.optim.adamw(1e-3)
@@ -107,12 +107,12 @@ def writes_leaves(write: Callable[[Tensor], None], params: Params, batch: Batch)
     return plain(params, batch)
 
 
-def writes_weights(write: Callable[[Tensor], None]) -> Loss:
+def writes_weights(write: Callable[[Tensor], None], params: Params, batch: Batch) -> ya.Mean:
     def writing(x: Tensor, w: Any) -> Any:
         write(w.up)
         return block(x, w)
 
-    return with_ends(lambda params, x: ya.scan(writing, x, params.layers)[0])
+    return with_ends(lambda params, x: ya.scan(writing, x, params.layers)[0])(params, batch)
 
 
 def scaled(params: Params, batch: Batch) -> Tensor:
@@ -201,8 +201,8 @@ def said(_: Any, loss: Callable[..., Any], options: dict[str, Any]) -> str:
         (odd_aux, {"has_aux": True}, "ValueError: aux: a leaf is made by visits that only one stage computes"),
         (partial(writes_leaves, in_place), {}, LEAF_WRITTEN),
         (partial(writes_leaves, by_data), {}, LEAF_WRITTEN),
-        (writes_weights(by_data), {}, WEIGHT_WRITTEN),
-        (writes_weights(replaced), {}, WEIGHT_WRITTEN),
+        (partial(writes_weights, by_data), {}, WEIGHT_WRITTEN),
+        (partial(writes_weights, replaced), {}, WEIGHT_WRITTEN),
         (scaled, {}, "RuntimeError: a torch.amp.GradScaler scales the loss"),
         (reduced, {}, NOT_BY_TORCH),
         (reduced_in_a_block, {}, NOT_BY_TORCH),
