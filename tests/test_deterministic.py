@@ -89,15 +89,17 @@ class Run(NamedTuple):
     pin_norms: bool = False
     local: int | None = None
 
+    @property
+    def config(self) -> llama.Config:
+        return dataclasses.replace(CONFIG, tied=self.tied)
+
     def start(self) -> ya.ShardedState:
-        config = dataclasses.replace(CONFIG, tied=self.tied)
-        params = llama.params(config, pin_norms=self.pin_norms)
+        params = llama.params(self.config, pin_norms=self.pin_norms)
         return ya.init(params, TXS[self.tx], mesh=deterministic(self.local), seed=3, precision=self.precision)
 
     def step(self) -> Any:
-        config = dataclasses.replace(CONFIG, tied=self.tied)
         schedule = getattr(ya.schedules, self.schedule)(remat=self.remat, **dict(self.options))
-        loss = llama.loss(config, layer=noisy(config))
+        loss = llama.loss(self.config, layer=noisy(self.config))
         return ya.train_step(loss, TXS[self.tx], schedule=schedule, skip_nonfinite=self.skips)
 
 
@@ -121,13 +123,17 @@ def values(state: ya.ShardedState) -> list[Tensor]:
     return [x.clone() for x in optree.tree_leaves(ya.unshard((state.params, state.opt_state)))]
 
 
+def unlike(a: list[Tensor], b: list[Tensor]) -> list[int]:
+    """The numbers of the tensors that have other bits."""
+    return [i for i, (x, y) in enumerate(zip(a, b, strict=True)) if not torch.equal(x, y)]
+
+
 def same(a: Trajectory, b: Trajectory, what: str) -> None:
     """Equal bits, and of numbers that have moved."""
     assert torch.isfinite(a[0]).all() and len(a[0].unique()) > 1, what
     differ = (a[0] != b[0]).any(1).nonzero().flatten().tolist()
     assert a[0].shape == b[0].shape and not differ, f"{what}: losses or norms differ from step {differ[:1]} on"
-    wrong = [i for i, (x, y) in enumerate(zip(a[1], b[1], strict=True)) if not torch.equal(x, y)]
-    assert not wrong, f"{what}: leaves {wrong} differ"
+    assert not unlike(a[1], b[1]), f"{what}: leaves {unlike(a[1], b[1])} differ"
 
 
 def on(pools: Pools, world: int, run: Run, steps: int) -> Trajectory:
@@ -265,8 +271,7 @@ def test_equal_bits_by_other_verbs(pools: Pools) -> None:
     assert all(x.isfinite().all() for x in one) and len(one) > 40
     for world in (2, 3, 4):
         for rank, got in enumerate(pools[world].run(other_verbs)):
-            wrong = [i for i, (x, y) in enumerate(zip(one, got, strict=True)) if not torch.equal(x, y)]
-            assert not wrong, f"rank {rank} of {world}: values {wrong} of {len(one)}"
+            assert not unlike(one, got), f"rank {rank} of {world}: values {unlike(one, got)} of {len(one)}"
 
 
 def test_the_plain_loop_draws_the_same_numbers(pools: Pools) -> None:
@@ -315,6 +320,10 @@ def trained(fun: Any, **how: Any) -> Any:
     return lambda mesh: ya.train_step(fun, ya.optim.sgd(0.1), **how)(state_on(deterministic()), torch.ones(G, 4))
 
 
+def of_params(function: Any) -> Any:
+    return lambda mesh: function(state_on(deterministic()).params, torch.ones(1, 4))
+
+
 def threads(mesh: Any) -> Any:
     torch.set_num_threads(1 + mesh.get_rank() % 2)
     try:
@@ -323,14 +332,13 @@ def threads(mesh: Any) -> Any:
         torch.set_num_threads(1)
 
 
-def by_hand(mesh: Any) -> Any:
-    state = state_on(deterministic())
-    leaves, spec = optree.tree_flatten(state.params)
-    return loss(optree.tree_unflatten(spec, [leaf.requires_grad_() for leaf in leaves]), torch.ones(1, 4))
+@of_params
+def by_hand(params: Any, x: Tensor) -> Any:
+    return loss(optree.tree_map(Tensor.requires_grad_, params), x)
 
 
 WIDE = ya.Precision(torch.bfloat16, accumulate=torch.float32)
-REFUSED: dict[str, Any] = {
+REFUSED = {
     "a bool": lambda mesh: ya.mesh(device="cpu", deterministic=True),
     "a number of ranks": lambda mesh: ya.mesh(device="cpu", deterministic=5),
     "replicas": lambda mesh: ya.mesh(device="cpu", deterministic=G, replicate=2),
@@ -340,13 +348,11 @@ REFUSED: dict[str, Any] = {
     "deferred": trained(loss, schedule=ya.schedules.zero1()),
     "beside": trained(regularised),
     "inside": trained(inner),
-    "objective": lambda mesh: ya.functional_loss(loss)(state_on(deterministic()).params, torch.ones(1, 4)),
-    "transform": lambda mesh: torch.func.grad(loss)(state_on(deterministic()).params, torch.ones(1, 4)),
+    "objective": of_params(ya.functional_loss(loss)),
+    "transform": of_params(torch.func.grad(loss)),
     "by hand": by_hand,
-    "norm": lambda mesh: torch.func.grad(ya.global_norm)(state_on(deterministic()).params),
-    "plain": lambda mesh: ya.grad(lambda p, s: loss(p, s["x"]) * s["f"], argnums=(0, 1))(
-        state_on(deterministic()).params, {"x": torch.ones(G, 4), "f": torch.ones(())}
-    ),
+    "norm": of_params(lambda params, x: torch.func.grad(ya.global_norm)(params)),
+    "plain": of_params(ya.grad(lambda p, x: loss(p, x) * x.sum(), argnums=(0, 1))),
     "accumulate": lambda mesh: state_on(deterministic(), precision=WIDE),
 }
 SAID = {

@@ -43,8 +43,12 @@ def with_the_library(mesh: Any) -> tuple[list[Tensor], list[plain.Weights]]:
     return losses, [new["embed"], *stack, new["head"]]
 
 
+def new() -> plain.Model:
+    return plain.Model(plain.params(), CPU)
+
+
 def from_scratch() -> tuple[list[Tensor], list[plain.Weights], plain.Model]:
-    model = plain.Model(plain.params(), CPU)
+    model = new()
     optimizer = plain.adamw(model, lr=3e-3, weight_decay=1e-4)
     losses = [plain.train_step(model, plain.loss, optimizer, plain.rows(number, CPU)) for number in range(STEPS)]
     whole = [{name: leaf.clone() for name, leaf in model.whole(unit, ahead=0).items()} for unit in model.units]
@@ -64,7 +68,7 @@ def test_losses_and_parameters_of_three_steps_have_the_bits_of_zero3(mesh: Any) 
 
 def order_of_work(mesh: Any) -> list[str]:
     """What a step begins, in order, as `gather 3`, `compute 3` and `reduce 3`: units by number."""
-    model = plain.Model(plain.params(), CPU)
+    model = new()
     begun: list[str] = []
     number = {id(unit): index for index, unit in enumerate(model.units)}
     gathers, whole, reduce = model.gathers.run, model.whole, model.reduce
@@ -105,13 +109,13 @@ def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: Pools) ->
 
 @on_ranks(2)
 def test_layers_share_two_slots(mesh: Any) -> None:
-    model = plain.Model(plain.params(), CPU)
+    model = new()
     assert len({id(unit.slot) for unit in model.stacks["layers"]}) == 2 and len(model.units) == plain.L + 2
 
 
 def lines_of_code() -> int:
     """Without comments, docstrings and empty lines."""
-    docstrings: set[int] = set()
+    docstrings = set()
     for node in ast.walk(ast.parse(SOURCE)):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             docstrings |= set(range(node.lineno, (node.end_lineno or 0) + 1))

@@ -28,7 +28,7 @@ from tests.harness.pages import ROOT
 from tests.program.test_hazards import EVERY_OP
 
 HERE = ROOT / "docs" / "playground"
-MODELS: list[dict[str, Any]] = json.loads((HERE / "traces" / "index.json").read_text())
+MODELS = json.loads((HERE / "traces" / "index.json").read_text())
 SMALL, SEVEN = MODELS[0], MODELS[2]
 
 
@@ -38,6 +38,16 @@ def module(name: str) -> Any:
     made = util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
+
+
+def text_of(model: dict[str, Any]) -> str:
+    """The file of its trace."""
+    return (HERE / "traces" / model["file"]).read_text()
+
+
+def words_of(built: Any) -> list[str]:
+    """Of the ops of the first stage."""
+    return [words for _, words, _ in built["rows"][0]]
 
 
 Ask = Callable[..., Any]
@@ -51,9 +61,7 @@ def asking(playground: Any) -> Ask:
         return json.loads(page.answer(method, json.dumps(given)))
 
     for model in MODELS:
-        assert not ask("open", model["file"], (HERE / "traces" / model["file"]).read_text(), model["tokens"]).get(
-            "error"
-        )
+        assert "error" not in ask("open", model["file"], text_of(model), model["tokens"])
     return ask
 
 
@@ -82,9 +90,8 @@ for method, given in json.load(sys.stdin):
 
 
 def test_it_answers_the_same_without_torch(ask: Ask) -> None:
-    text = (HERE / "traces" / SEVEN["file"]).read_text()
     calls = [
-        ["open", [SEVEN["file"], text, SEVEN["tokens"]]],
+        ["open", [SEVEN["file"], text_of(SEVEN), SEVEN["tokens"]]],
         ["build", [settings(SEVEN)]],
         ["meshes", [settings(SEVEN)]],
     ]
@@ -103,10 +110,10 @@ def test_every_builder_on_every_mesh(ask: Ask, builder: str) -> None:
     for mesh in ask("meshes", asked):
         found = ask("build", asked | {"mesh": mesh})
         sizes = tuple((name, int(size)) for name, size in (each.split("=") for each in mesh.split(", ")))
-        trace = ya.Program.from_json((HERE / "traces" / SMALL["file"]).read_text()).trace.on(sizes)
-        factory: Any = getattr(ya.schedules, builder)
+        trace = ya.Program.from_json(text_of(SMALL)).trace.on(sizes)
+        factory = getattr(ya.schedules, builder)
         plan = ya.planner.Plan.of(factory(**options)(trace), "a100-80g")
-        assert [words for _, words, _ in found["rows"][0]] == plan.program.words()
+        assert words_of(found) == plan.program.words()
         assert found["figures"]["least"] == plan.least.against(plan.step_s)
         assert found["figures"]["step_s"] == plan.step_s and found["figures"]["peak"] == plan.memory.peak_bytes
         assert dict(found["figures"]["wire"]) == {name: n for name, n in plan.program.wire_bytes().items() if n}
@@ -154,17 +161,17 @@ def test_what_cannot_be_built_says_why(ask: Ask, changed: dict[str, Any], said: 
 
 def test_an_op_that_is_none_says_what_was_expected(ask: Ask) -> None:
     (ops,) = ask("build", settings())["stages"]
-    assert (
-        ask("check", [['["gather",[0],["2"],"shard"]', *ops[1:]]])["error"]
-        == "gather.slots[0]: expected an int of 64 bits, got '2'"
-    )
-    assert "there is no op 'grab'" in ask("check", [['["grab",[0],[2]]', *ops[1:]]])["error"]
+    for op, said in (
+        ('["gather",[0],["2"],"shard"]', "gather.slots[0]: expected an int of 64 bits, got '2'"),
+        ('["grab",[0],[2]]', "there is no op 'grab'"),
+    ):
+        assert said in ask("check", [[op, *ops[1:]]])["error"]
 
 
 def test_a_program_goes_out_and_comes_in(ask: Ask) -> None:
     built = ask("build", settings())
     text = ask("save", built["stages"])
-    assert ya.Program.from_json(text).words() == [words for _, words, _ in built["rows"][0]]
+    assert ya.Program.from_json(text).words() == words_of(built)
     assert ask("open", "mine.json", text)["has ops"]
     again = ask("build", settings(trace="mine.json", builder=""))
     assert again["stages"] == built["stages"] and again["figures"]["step_s"] == built["figures"]["step_s"]
@@ -188,7 +195,7 @@ def test_the_smallest_trace_is_what_the_command_makes(monkeypatch: pytest.Monkey
     build.traces()
     made = [path.name for path in (tmp_path / "traces").iterdir()]
     assert sorted(made) == sorted([SMALL["file"], "index.json"])
-    assert (tmp_path / "traces" / SMALL["file"]).read_text() == (HERE / "traces" / SMALL["file"]).read_text()
+    assert (tmp_path / "traces" / SMALL["file"]).read_text() == text_of(SMALL)
     assert json.loads((tmp_path / "traces" / "index.json").read_text()) == [SMALL]
 
 
@@ -217,12 +224,10 @@ class Page(Browser):
 
     @property
     def said(self) -> dict[str, str]:
-        found: dict[str, str] = self.evaluate("({...document.body.dataset})")
-        return found
+        return self.evaluate("({...document.body.dataset})")
 
     def text(self, selector: str) -> str:
-        found: str = self.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
-        return found
+        return self.evaluate(f"document.querySelector({json.dumps(selector)})?.textContent ?? ''")
 
     def changed(self, act: Callable[[], object]) -> dict[str, str]:
         """Does something that changes the program, and waits for what the page says of it."""
@@ -246,12 +251,18 @@ class Page(Browser):
 
     def row(self, words: str) -> int:
         """The number of the last op with these words."""
-        rows: list[str] = self.evaluate("[...document.querySelectorAll('li.op')].map((row) => row.textContent)")
-        return max(number for number, row in enumerate(rows) if words in row)
+        return max(number for number, row in enumerate(self.order()) if words in row)
+
+    def undo(self) -> dict[str, str]:
+        return self.changed(lambda: self.click("#undo"))
+
+    def delete(self, at: int) -> dict[str, str]:
+        """The op with this number, by the key."""
+        self.click(f"#op-{at}")
+        return self.changed(lambda: self.press("Delete"))
 
     def order(self) -> list[str]:
-        found: list[str] = self.evaluate("[...document.querySelectorAll('li.op span')].map((row) => row.textContent)")
-        return found
+        return self.evaluate("[...document.querySelectorAll('li.op span')].map((row) => row.textContent)")
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +281,7 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     assert page.evaluate("performance.getEntriesByType('paint')[0].startTime") < 3000
     page.choose("trace", SEVEN["file"])
     found = asking(module("playground"))("build", settings(SEVEN))
-    expected = [words for _, words, _ in found["rows"][0]]
+    expected = words_of(found)
     boxes = [box for box in found["picture"]["boxes"] if box[0] == "op" and box[2] > box[1]]
     assert page.order() == expected
     assert page.evaluate("document.querySelectorAll('#drawing .box[data-op]').length") == len(boxes)
@@ -278,14 +289,13 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     assert "The bound: no program takes less than" in page.text("#verdict")
 
     at = page.row("gather layers[0]")
-    page.click(f"#op-{at}")
-    said = page.changed(lambda: page.press("Delete"))
+    said = page.delete(at)
     assert (said["state"], said["rule"]) == ("refused", "weights")
     assert "slot 0 holds layers[2], it must hold layers[0]" in page.text("#verdict")
     assert "backward layers[0]" in page.text("li.refused") and "gather layers[2]" in page.text("li.against")
     assert page.evaluate("document.querySelector('#picture').classList.contains('stale')")
     assert page.text("#figures") == right  # the last right picture stays
-    assert page.changed(lambda: page.click("#undo"))["state"] == "right"
+    assert page.undo()["state"] == "right"
 
     start = page.middle(f"#op-{at} span")
     end = start[0], start[1] + 22 * 4
@@ -294,7 +304,7 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     assert page.order() == expected and page.said["rule"] == "weights"
     assert page.changed(lambda: page.drop(end))["rule"] == "weights"
     assert page.order()[at + 4] == "gather layers[0] -> slot 0" and sorted(page.order()) == sorted(expected)
-    page.changed(lambda: page.click("#undo"))
+    page.undo()
     assert page.order() == expected
 
     page.click(f"#op-{at}")
@@ -324,8 +334,7 @@ def test_a_pipeline_and_an_address_that_opens_what_was_seen(page: Page) -> None:
     assert said["state"] == "error" and "3 stages do not divide 8 GPUs" in page.text("#verdict")
     page.choose("stages", "1")
     page.choose("microbatches", "1")
-    page.click("#op-0")
-    assert page.changed(lambda: page.press("Delete"))["state"] == "refused"
+    assert page.delete(0)["state"] == "refused"
     page.click("#link")
     page.wait("location.hash.length > 20")
     page.call("Page.reload")
@@ -339,7 +348,7 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
     built = ask("build", settings(stages=2, microbatches=2, builder="zero2"))
     (tmp_path / "mine.json").write_text(ask("save", built["stages"]))
     said = page.opened(tmp_path / "mine.json")
-    assert said["state"] == "right" and page.order() == [words for _, words, _ in built["rows"][0]]
+    assert said["state"] == "right" and page.order() == words_of(built)
     assert page.text("#figures dd") == built["figures"]["step"]
     assert page.evaluate("[document.forms.settings.builder.value, document.forms.settings.gpus.disabled]") == ["", True]
     said = page.choose("builder", "zero3")
@@ -353,7 +362,7 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
 def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: Path) -> None:
     """In the list of ops, the picture, the editor, what is said of a refusal, and the name of the file."""
     count = 1000
-    shown: Counter[str] = Counter()
+    shown = Counter()
     for number in range(count):
         rng = Random(f"playground {number}")
         stages = rng.choice((1, 1, 2))
@@ -389,13 +398,11 @@ def report(picture: Path | None) -> None:
         page.click(f"#op-{page.row('gather layers[9]')}")
         right = [page.changed(lambda: page.press("ArrowUp", alt=True))]
         for _ in range(9):
-            right += [page.changed(lambda: page.click("#undo")), page.changed(lambda: page.click("#redo"))]
-        page.click("#op-9")
+            right += [page.undo(), page.changed(lambda: page.click("#redo"))]
         refused = []
         for _ in range(10):
-            refused.append(page.changed(lambda: page.press("Delete")))
-            page.changed(lambda: page.click("#undo"))
-            page.click("#op-9")
+            refused.append(page.delete(9))
+            page.undo()
         print(f"first paint {paint:.0f} ms, the first program {ready / 1e3:.1f} s")
         for name, said in ("right", right), ("refused", refused):
             assert {each["state"] for each in said} == {name}

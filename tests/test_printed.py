@@ -20,6 +20,7 @@ from tests.program.test_program import measured
 from tests.program.traces import cut, model
 
 PROGRAM = ya.schedules.zero3()(measured(model(3, 2)))
+PIPELINE = ya.schedules.one_f_one_b()(cut(measured(model(4, 2)), (0, 1)))
 
 
 @pytest.mark.parametrize(
@@ -44,7 +45,7 @@ def test_it_prints_as_what_it_was_made_of(made: object, printed: str) -> None:
 
 def test_no_optimizer_prints_an_address() -> None:
     rate = ya.optim.warmup_cosine_decay_schedule(0.0, 1e-3, 10, 100)
-    pair: Any = (lambda params: (), lambda updates, state, params=None: (updates, state))
+    pair = (lambda params: (), lambda updates, state, params=None: (updates, state))
     some = [
         ya.optim.adamw(rate, mask=lambda path, param: True),
         ya.optim.as_transformation(pair),
@@ -75,10 +76,9 @@ def test_a_step_prints_its_arguments() -> None:
 
 def test_a_program_is_a_sequence_of_its_ops() -> None:
     assert (len(PROGRAM), list(PROGRAM), PROGRAM[-1]) == (len(PROGRAM.ops), list(PROGRAM.ops), PROGRAM.ops[-1])
-    pipeline = ya.schedules.one_f_one_b()(cut(measured(model(4, 2)), (0, 1)))
-    assert len(pipeline) == sum(map(len, pipeline.stages)) and repr(pipeline).startswith("<program of 2 stages, ")
+    assert len(PIPELINE) == sum(map(len, PIPELINE.stages)) and repr(PIPELINE).startswith("<program of 2 stages, ")
     with pytest.raises(TypeError, match=r"program\.by_stage\[0\]"):
-        _ = pipeline[3]
+        _ = PIPELINE[3]
 
 
 def test_a_proof_is_said_of_the_program_that_was_proved_and_of_no_other() -> None:
@@ -181,5 +181,4 @@ def test_a_printed_proof_ends_with_what_was_proved() -> None:
     before = str(program).splitlines()
     *lines, last = str(ya.verify(program)).splitlines()
     assert lines == before and re.fullmatch(r"proved: \d+ ops, \d+ rules", last)
-    pipeline = ya.verify(ya.schedules.one_f_one_b()(cut(measured(model(4, 2)), (0, 1))))
-    assert re.fullmatch(r"proved: \d+ ops, \d+ rules", str(pipeline).splitlines()[-1])
+    assert re.fullmatch(r"proved: \d+ ops, \d+ rules", str(ya.verify(PIPELINE)).splitlines()[-1])

@@ -5,19 +5,14 @@ from __future__ import annotations
 import base64
 import re
 import xml.etree.ElementTree as ElementTree
-from typing import Any
 
 import pytest
 
 import yafsdp_fn as ya
 from tests.harness import failing
 from tests.harness.pool import Pools
-from tests.program.test_program import measured
-from tests.program.traces import cut, model
+from tests.test_printed import PIPELINE, PROGRAM
 from yafsdp_fn.schedules import Program, one_f_one_b, verify, zero3
-
-PROGRAM = zero3()(measured(model(3, 2)))
-PIPELINE = one_f_one_b()(cut(measured(model(4, 2)), (0, 1)))
 
 
 def text_of(html: str) -> str:
@@ -43,7 +38,7 @@ def test_a_refusal_marks_the_two_ops() -> None:
 @pytest.mark.parametrize("stages", [1, 2])
 def test_a_timeline_is_drawn_and_a_plan_is_words_and_its_picture(stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = zero3() if stages == 1 else one_f_one_b()
-    where: dict[str, Any] = {"tx": failing.TX, "ranks": 8 * stages, "cluster": "a100-80g", "stages": stages}
+    where = {"tx": failing.TX, "ranks": 8 * stages, "cluster": "a100-80g", "stages": stages}
     plan = ya.planner.plan(failing.loss, failing.params(), failing.batch(), schedule=schedule, microbatches=2, **where)
     svg = plan.timeline._repr_svg_()
     assert svg is not None and ElementTree.fromstring(svg).tag.endswith("svg") and plan.timeline.title in svg

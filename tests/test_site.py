@@ -24,6 +24,7 @@ from tests.harness.pages import ROOT
 from train.subcommands import SUBCOMMANDS
 
 pytestmark = pytest.mark.nightly
+IN_A_BROWSER = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
 
 
 class Scanned(HTMLParser):
@@ -82,6 +83,7 @@ def test_it_is_built_without_a_warning(site: Site) -> None:
 
 
 def test_the_page_of_commands_has_each(site: Site) -> None:
+    """An anchor of its name."""
     assert set(SUBCOMMANDS) <= site.pages["cli.html"].anchors
 
 
@@ -145,23 +147,13 @@ CLIPPED = """[...document.querySelectorAll("article pre > code")]
     .map(line => line.length)"""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@IN_A_BROWSER
 def test_code_is_not_clipped_and_no_page_is_wider_than_its_window(site: Site) -> None:
     """At 1400 pixels, lines of up to 120 columns are seen whole; what is wider (a program, printed) scrolls. At 400, a
     page as a whole does not."""
-    seen = (
-        "index",
-        "tutorial",
-        "from_scratch",
-        "coming_from/jax",
-        "api/training",
-        "examples/from_scratch.py",
-        "axes",
-        "faq",
-        "know",
-    )
+    seen = ("index", "tutorial", "from_scratch", "coming_from/jax", "api/training", "axes", "faq", "know")
     with served(site.folder) as url, Browser(1400, 1000) as browser:
-        for name in seen:
+        for name in (*seen, "examples/from_scratch.py"):
             for width in (1400, 400):
                 browser.size(width, 1000)
                 browser.open(f"{url}{name}.html")
@@ -185,16 +177,18 @@ BROKEN = """[...document.querySelectorAll("article td code")].flatMap(code => {
 """Names in code of tables that go on in another line."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@IN_A_BROWSER
 def test_no_name_in_a_table_is_broken_on_a_telephone(site: Site) -> None:
+    """In tables of names, which are long."""
     with served(site.folder) as url, Browser(400, 1000) as browser:
         for name in ("deterministic", "coming_from/jax", "coming_from/fsdp2", "know"):
             browser.open(f"{url}{name}.html")
             assert browser.evaluate(BROKEN) == [], name
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@IN_A_BROWSER
 def test_a_page_of_the_reference_is_what_one_reads(site: Site) -> None:
+    """At one go: none is too long."""
     with served(site.folder) as url, Browser(1400, 1000) as browser:
         for page in sorted((site.folder / "api").glob("*.html")):
             browser.open(f"{url}api/{page.name}")
@@ -226,7 +220,7 @@ CONTRAST = """(() => {
 """Text whose contrast with what is behind it is less than WCAG asks for (AA)."""
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@IN_A_BROWSER
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_the_contrast_that_one_can_read(scheme: str, site: Site) -> None:
     seen = ("index", "tutorial", "know", "faq", "api/training", "gallery/index", "playground/index", "from_scratch")
@@ -238,7 +232,7 @@ def test_text_has_the_contrast_that_one_can_read(scheme: str, site: Site) -> Non
             assert browser.evaluate(CONTRAST) == [], name
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+@IN_A_BROWSER
 def test_pictures_are_dark_on_a_dark_page(site: Site) -> None:
     for scheme, expected in (("light", "none"), ("dark", "invert(0.88) hue-rotate(180deg)")):
         with served(site.folder) as url, Browser(1400, 1000) as browser:  # each begins without a choice of its reader

@@ -20,8 +20,7 @@ TINY = ["--config", "tiny", "--steps", "2", "--warmup", "2"]
 
 def run_json(capfd: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
     assert main([*TINY, *argv, "--json"]) == 0, capfd.readouterr().err
-    found: dict[str, Any] = json.loads(capfd.readouterr().out)  # JSON alone on stdout, or this raises
-    return found
+    return json.loads(capfd.readouterr().out)  # JSON alone on stdout, or this raises
 
 
 @pytest.mark.nightly
@@ -62,9 +61,7 @@ def test_features_take_turns_with_another_malloc(capfd: pytest.CaptureFixture[st
     argv = ["--schedules", *ours, "--peers", "fsdp2-tuned", "--no-counts", "--save", str(file)]
     found = run_json(capfd, *argv)
     assert list(found["contenders"]) == [*ours, "torch-fsdp2-tuned"]
-    assert {found["contenders"][name]["last_loss"] for name in ours} == {
-        found["contenders"]["zero3-update"]["last_loss"]
-    }
+    assert len({found["contenders"][name]["last_loss"] for name in ours}) == 1
     assert found["malloc"]["MALLOC_MMAP_MAX_"] == "0"
     assert json.loads(file.read_text()) == found
 

@@ -13,6 +13,7 @@ from benchmarks import counting
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
+Step = Callable[[int], object]
 
 
 def floats(mib: int) -> torch.Tensor:
@@ -50,7 +51,7 @@ def test_peak_of_tensors_counts_what_lives_and_not_what_building_needed() -> Non
     with profile(profile_memory=True):
         earlier = [floats(32)]
 
-    def build() -> Callable[[int], object]:
+    def build() -> Step:
         floats(64)  # for a moment
         earlier.clear()  # what an earlier profile saw made, released now
         weights = floats(8)
@@ -63,7 +64,7 @@ def test_peak_of_tensors_counts_what_lives_and_not_what_building_needed() -> Non
 def test_peak_of_tensors_has_no_scratch_of_kernels() -> None:
     """That of a product in bf16 is larger than its factors on some CPUs."""
 
-    def build() -> Callable[[int], object]:
+    def build() -> Step:
         x, w = torch.ones(256, 256, dtype=torch.bfloat16), torch.ones(256, 768, dtype=torch.bfloat16)
         return lambda i: x @ w
 
@@ -83,7 +84,7 @@ def test_peak_of_resident_memory_sees_a_step_and_forgets_what_came_before() -> N
 
 
 def test_count_of_a_step(tmp_path: Path) -> None:
-    def build() -> Callable[[int], object]:
+    def build() -> Step:
         weights = floats(8)
         return lambda i: weights + 1.0
 

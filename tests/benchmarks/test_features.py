@@ -22,6 +22,12 @@ CPU = torch.device("cpu")
 SHAPE = SHAPES["tiny"]
 
 
+def small() -> tuple[Any, Any]:
+    """Parameters, and a batch."""
+    (batch,) = make_batches(SHAPE, 1, seed=0, rank=0, device=CPU)
+    return materialize(SHAPE.llama(), seed=0, device=CPU), batch
+
+
 def test_what_is_switched_off_is_on_again_afterwards() -> None:
     before = (ya.linear, ya.embedding, vars(GlooGroup).copy())
     with switched_off(frozenset({"nolinear", "noexchange"})):
@@ -41,10 +47,7 @@ def test_one_compiled_block_serves_all_layers_of_ours_and_of_a_peer(monkeypatch:
         return lambda *args: (calls.append(block), block(*args))[1]
 
     monkeypatch.setattr(torch, "compile", fake)
-    params, (batch,) = (
-        materialize(SHAPE.llama(), seed=0, device=CPU),
-        make_batches(SHAPE, 1, seed=0, rank=0, device=CPU),
-    )
+    params, batch = small()
     plain = llama.loss(SHAPE.llama())(params, batch)
     assert calls == []
     for unroll in ("", "-unroll3"):
@@ -62,8 +65,7 @@ def test_unrolled_layers_are_one_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     scan = ya.scan
     monkeypatch.setattr(ya, "scan", lambda *args, **kwargs: (seen.append(kwargs["unroll"]), scan(*args, **kwargs))[1])
-    (batch,) = make_batches(SHAPE, 1, seed=0, rank=0, device=CPU)
-    params = materialize(SHAPE.llama(), seed=0, device=CPU)
+    params, batch = small()
     losses = [loss_of(names.read(name), SHAPE)(params, batch).total for name in ("zero3", "zero3-unroll3")]
     assert seen == [1, 3] and torch.equal(*losses)
 

@@ -42,7 +42,7 @@ def test_contenders_train_alike(pools: Pools, world: int) -> None:
 
 def test_shown() -> None:
     spread = {"median": 1.25, "p10": 1.0, "p90": 2.0}
-    each: dict[str, Any] = {"step_ms": spread, "cpu_ms": spread, "peak_bytes": 2**20}
+    each = {"step_ms": spread, "cpu_ms": spread, "peak_bytes": 2**20}
     found = {"ranks": {"2": {"1f1b": {**each, "over_peer": spread, "peak_over_peer": 1.5}, "torch-1f1b": each}}}
     console = Console(file=io.StringIO(), width=150)
     console.print(*stages.show(Stages(), found))

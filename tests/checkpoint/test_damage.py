@@ -124,8 +124,7 @@ def header(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], objec
 
 
 def first(of: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(value for key, value in of.items() if key.startswith("params.") and "," in key)
-    return found
+    return next(value for key, value in of.items() if key.startswith("params.") and "," in key)
 
 
 def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
@@ -139,7 +138,7 @@ def renamed(old: str, new: str) -> Callable[[dict[str, Any]], object]:
 
 
 CANNOT = r"rank-00000\.safetensors cannot be read"
-EDITS: dict[str, tuple[Callable[[Path], object], str]] = {
+EDITS = {
     "beyond": (header(lambda of: first(of).update(data_offsets=[0, 2**40])), CANNOT),
     "negative": (header(lambda of: first(of).update(data_offsets=[-8, 0])), CANNOT),
     "overlap": (header(lambda of: first(of).update(data_offsets=[0, 4])), CANNOT),

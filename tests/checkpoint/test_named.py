@@ -34,8 +34,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(EMBED, 7), nn.Linear(7, EMBED, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.down(self.up(x).relu())
-        return out
+        return self.down(self.up(x).relu())
 
 
 class Model(nn.Module):
@@ -51,8 +50,7 @@ class Model(nn.Module):
         x = self.embed(tokens)
         for block in self.layers:
             x = x + block(x)
-        out: torch.Tensor = self.norm(x).square().mean()
-        return out
+        return self.norm(x).square().mean()
 
 
 def theirs(mesh: Any) -> Model:

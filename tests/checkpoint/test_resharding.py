@@ -118,7 +118,7 @@ def by_row(params: Net, batch: Tensor) -> Tensor:
     return ya.apply(lambda w, x: (x.sum(-1) * w["scale"].sum()).square().mean(), params.head, x)
 
 
-SHAPES: dict[str, tuple[int, dict[str, int], ya.schedules.Schedule]] = {
+SHAPES = {
     "zero3 on 1": (1, {}, ya.schedules.zero3()),
     "zero2 on 2": (2, {}, ya.schedules.zero2(remat="all")),
     "zero3 on 3": (3, {}, ya.schedules.zero3(update=True)),

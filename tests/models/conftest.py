@@ -11,6 +11,7 @@ __all__ = ["in_child"]
 
 @pytest.fixture(scope="session", params=[*SHAPES, *OTHERS])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Each model of transformers, saved."""
     pytest.importorskip("transformers", reason="compares with transformers")
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     model = their_model(request.param)

@@ -136,7 +136,7 @@ def test_damage(
     in_child: Callable[..., Any], tmp_path: Path, search_of: Callable[[Path], Counter[str]], parts: list[range]
 ) -> None:
     every = [in_child(search_of, tmp_path / str(part.start), part) for part in parts]
-    found: Counter[str] = sum(every, Counter())
+    found = sum(every, Counter())
     print(search_of.__name__, found)
     assert found.total() == sum(map(len, parts)) and found["loaded"] > 0 and found["ValueError"] > found.total() / 4
 
@@ -198,11 +198,16 @@ OUTSIDE = [
 ]
 
 
+def indexed(root: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """A model of several files, its index, and what that holds."""
+    directory = written(root, max_shard_bytes=800)
+    file = directory / "model.safetensors.index.json"
+    return directory, file, json.loads(file.read_text())
+
+
 @pytest.mark.parametrize("name", [*OUTSIDE, 7, None, [], {}, "config.json", "x\0.safetensors", "\ud800.safetensors"])
 def test_an_index_lists_files_of_its_directory(tmp_path: Path, name: Any) -> None:
-    directory = written(tmp_path, max_shard_bytes=800)
-    file = directory / "model.safetensors.index.json"
-    values = json.loads(file.read_text())
+    directory, file, values = indexed(tmp_path)
     values["weight_map"]["model.norm.weight"] = name
     file.write_text(json.dumps(values))
     text = r"index.json: weight_map has .* for 'model.norm.weight'; expected the name of a safetensors file in this dir"
@@ -211,16 +216,13 @@ def test_an_index_lists_files_of_its_directory(tmp_path: Path, name: Any) -> Non
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "model.safetensors", ...])
 def test_an_index_without_a_map(tmp_path: Path, weight_map: Any) -> None:
-    directory = written(tmp_path, max_shard_bytes=800)
-    values = {} if weight_map is ... else {"weight_map": weight_map}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(values))
+    directory, file, _ = indexed(tmp_path)
+    file.write_text(json.dumps({} if weight_map is ... else {"weight_map": weight_map}))
     refused(directory, r"index.json: weight_map is .*; expected the file of each tensor")
 
 
 def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
-    directory = written(tmp_path, max_shard_bytes=800)
-    file = directory / "model.safetensors.index.json"
-    values = json.loads(file.read_text())
+    directory, file, values = indexed(tmp_path)
     first = values["weight_map"]["model.norm.weight"]
     (directory / "again.safetensors").write_bytes((directory / first).read_bytes())
     values["weight_map"]["lm_head.weight"] = "again.safetensors"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ PAGE = doc("models")
 def test_the_family_of_the_page(tmp_path: Path) -> None:
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     code = re.search(r"## A family of your own.*?```python\n(.*?)```", PAGE, re.S)
-    mine: dict[str, Any] = {"__name__": "mine"}
+    mine = {"__name__": "mine"}
     exec(code.group(1), mine)
     config = mine["Config"](vocab=61, embed=32, ffn=40, layers=2, heads=2, kv_heads=1, head_dim=8, max_length=64)
     tx = ya.optim.adamw(1e-2)

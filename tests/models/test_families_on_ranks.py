@@ -18,9 +18,9 @@ from tests.harness.oracle import by_autograd, compare, looped, whole
 from tests.harness.pool import on_ranks
 from tests.models.theirs import draw, with_targets
 
-ODD: dict[str, Any] = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
-HEADS: dict[str, Any] = {**ODD, "heads": 3, "kv_heads": 1, "head_dim": 10}
-SMALL: dict[str, Any] = {
+ODD = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
+HEADS = {**ODD, "heads": 3, "kv_heads": 1, "head_dim": 10}
+SMALL = {
     "llama": llama.Config(**HEADS),
     "qwen3": qwen3.Config(**HEADS, tied=True),
     "mistral": mistral.Config(**HEADS, window=9),

@@ -24,10 +24,12 @@ TX = ya.optim.adamw(1e-2)
 
 
 def batch() -> dict[str, torch.Tensor]:
+    """The same on all ranks."""
     return with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))
 
 
 def decoded(config: llama.Config, params: Any) -> list[torch.Tensor]:
+    """The scores of pieces of a text, by a cache."""
     cache = llama.init_cache(config, 2, 16)
     tokens = batch()["tokens"]
     return [llama.decode(config, params, tokens[:, a:b], cache, a) for a, b in ((0, 7), (7, 8), (8, 12))]
@@ -56,6 +58,7 @@ def test_sharded_equals_plain(mesh: Any, config: llama.Config, pin_norms: bool) 
 
 
 def test_pinned_norms_are_one_unit() -> None:
+    """Beside those of the layers, which are smaller by as much."""
     state = ya.init(llama.params(CONFIG, pin_norms=True), TX, mesh=ya.mesh(device="cpu"))
     norms = next(unit for unit in state.memory.units if unit.name == "layers.pinned")
     E, L = CONFIG.embed, CONFIG.layers

@@ -43,9 +43,9 @@ PUBLISHED = {
     "gpt2-xl": 1_557_611_200,
     "mixtral-8x7b": 46_702_792_704,
 }
-SHAPE: dict[str, Any] = {"vocab": 61, "embed": 32, "ffn": 40, "layers": 2, "heads": 2, "max_length": 64}
-HEADS: dict[str, Any] = {**SHAPE, "kv_heads": 1, "head_dim": 8}
-SMALL: dict[str, Any] = {
+SHAPE = {"vocab": 61, "embed": 32, "ffn": 40, "layers": 2, "heads": 2, "max_length": 64}
+HEADS = {**SHAPE, "kv_heads": 1, "head_dim": 8}
+SMALL = {
     "llama": llama.Config(**HEADS),
     "qwen3": qwen3.Config(**HEADS),
     "mistral": mistral.Config(**HEADS, window=9),

@@ -19,7 +19,7 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-SHAPES: dict[str, dict[str, Any]] = {
+SHAPES = {
     "gqa": {"num_key_value_heads": 2},
     "mha": {"num_key_value_heads": 4},
     "tied": {"num_key_value_heads": 2, "tie_word_embeddings": True},
@@ -44,7 +44,7 @@ class Pair:
 
 WINDOW = 24
 GROUPED = {"num_key_value_heads": 2}
-OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+OTHERS = {
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 24}),
     "qwen3-tied": ("Qwen3", {**GROUPED, "head_dim": 8, "tie_word_embeddings": True}),
     "mistral": ("Mistral", {**GROUPED, "sliding_window": WINDOW}),

@@ -84,6 +84,18 @@ def losses(folder: Path, name: str = "a") -> list[float]:
     return [line["loss"] for line in lines(folder, name) if "loss" in line]
 
 
+def resumed(folder: Path, *more: str) -> Config:
+    """The settings with which the run `a` in the folder goes on."""
+    return run.parse(["--runs", str(folder), "--name", "a", "--resume", *more], Config, quiet=False)
+
+
+def of_others(folder: Path, **settings: Any) -> Path:
+    """The folder, with a run `a` in it of which somebody else wrote the config."""
+    (folder / "a").mkdir()
+    (folder / "a" / "config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def fine(ranks: list[Run]) -> list[Run]:
     """Expects no error of any rank."""
     assert [one.error for one in ranks] == [""] * len(ranks), ranks

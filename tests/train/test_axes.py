@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import models
-import yafsdp_fn as ya
 from models import mixtral
 from tests.harness.pool import Pools
 from tests.train import inside
-from tests.train.test_stages import flags, numbers, texts
-from train import export, sample
-from train.config import ConfigError, Mesh, Sharding
-from train.settings import Config
-from train.trained.loaded import load
+from tests.train.test_stages import alike, flags, numbers, spread, texts
+from train import export
 
 AXES = ("--mesh.tensor", "2", "--mesh.sequence", "--mesh.context", "2")
-
-
-def spread(_: Any, argv: tuple[str, ...], sizes: dict[str, int], *more: Any) -> inside.Run:
-    return inside.inside(ya.mesh(device="cpu", **sizes), argv, *more)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves: bool) -> None:
     """moves: it goes on with other ranks, and across stages"""
-    alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
-    steps = ("--steps", "8")
-    (one,) = pools[1].run(inside.inside, flags(alone, *steps))
-    assert not one.error, one
-    for run in pools[4].run(spread, flags(folder, *AXES, *steps), {"context": 2, "tensor": 2}, inside.killed, 6):
+    alone, folder, sizes = texts(tmp_path / "alone"), texts(tmp_path / "axes"), {"context": 2, "tensor": 2}
+    inside.fine(pools[1].run(inside.inside, flags(alone, "--steps", "8")))
+    argv = flags(folder, *AXES, "--steps", "8")
+    for run in pools[4].run(spread, argv, sizes, inside.killed, 6):
         assert run.error == "Killed: ", run
-    for run in pools[4].run(spread, flags(folder, *AXES, *steps, "--resume"), {"context": 2, "tensor": 2}):
-        assert not run.error, run
-    found, expected = numbers(folder), numbers(alone)
-    for key, values in expected.items():
-        assert found[key] == pytest.approx(values, rel=1e-4), key
+    inside.fine(pools[4].run(spread, (*argv, "--resume"), sizes))
+    alike(folder, alone)
     if not moves:
         return
-    more = ("--resume", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "10")
-    for run in pools[2].run(spread, flags(folder, *more), {"tensor": 2}):
-        assert not run.error, run
-    assert len(numbers(folder)["loss"]) == 10
-    more = ("--resume", "--mesh.stage", "2", "--mesh.tensor", "2", "--mesh.context", "1", "--steps", "11")
-    for run in pools[4].run(spread, flags(folder, *more), {"stage": 2, "tensor": 2}):
-        assert not run.error, run
-    assert len(numbers(folder)["loss"]) == 11
-    without = ("--resume", "--mesh.stage", "1", "--mesh.tensor", "1", "--mesh.no-sequence", "--steps", "12")
-    (last,) = pools[1].run(inside.inside, flags(folder, *without))
-    assert not last.error and len(numbers(folder)["loss"]) == 12, last
+    whole = ("--mesh.stage", "1", "--mesh.tensor", "1", "--mesh.no-sequence")
+    two = ("--mesh.tensor", "2", "--mesh.context", "1")
+    for steps, ranks, sizes, more in (
+        (10, 2, {"tensor": 2}, two),
+        (11, 4, {"stage": 2, "tensor": 2}, ("--mesh.stage", "2", *two)),
+        (12, 1, {}, whole),
+    ):
+        inside.fine(pools[ranks].run(spread, flags(folder, "--resume", *more, "--steps", str(steps)), sizes))
+        assert len(numbers(folder)["loss"]) == steps
 
 
 MIXTRAL = ("--model", "tiny-mixtral")
@@ -67,11 +52,10 @@ def mixture(_: Any, argv: tuple[str, ...], sizes: dict[str, int], experts: int =
         patch.setitem(models.CONFIGS, "tiny-mixtral", model)
         run = spread(_, argv, sizes)
         if not run.error and "--mesh.expert" in argv:  # whole again, on ranks without these axes
-            folder = argv[argv.index("--runs") + 1] + "/a"
-            said = sample.parsed(["--run", folder, "--json", "--length", "3", "--device", "cpu"])
-            sample.show(said, load(said.source))
-            export.write(export.Config(Path(folder) / "exported", run=Path(folder), device="cpu"))
-            found, params = models.hf.load(Path(folder) / "exported")
+            folder = Path(argv[argv.index("--runs") + 1], "a")
+            inside.speak(folder, "--json", "--length", "3")
+            export.write(export.Config(folder / "exported", run=folder, device="cpu"))
+            found, params = models.hf.load(folder / "exported")
             assert found.experts == experts and params.layers.tree[mixtral.DOWN].shape == (2, experts, 16, 24)
         return run
 
@@ -83,13 +67,9 @@ def mixture(_: Any, argv: tuple[str, ...], sizes: dict[str, int], experts: int =
 )
 def test_experts_over_an_axis_train_as_without(pools: Pools, tmp_path: Path, more: tuple[str, ...]) -> None:
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
-    for run in pools[2].run(mixture, flags(alone, *MIXTRAL, *more), {"shard": 2}):
-        assert not run.error, run
-    for run in pools[2].run(mixture, flags(folder, *MIXTRAL, *more, "--mesh.expert", "2"), {"expert": 2}):
-        assert not run.error, run
-    found, expected = numbers(folder), numbers(alone)
-    for key, values in expected.items():
-        assert len(values) > 2 and found[key] == pytest.approx(values, rel=1e-4), key
+    inside.fine(pools[2].run(mixture, flags(alone, *MIXTRAL, *more), {"shard": 2}))
+    inside.fine(pools[2].run(mixture, flags(folder, *MIXTRAL, *more, "--mesh.expert", "2"), {"expert": 2}))
+    alike(folder, alone)
 
 
 def test_what_cannot_be_is_refused_by_name(pools: Pools, tmp_path: Path) -> None:
@@ -107,13 +87,3 @@ def test_what_cannot_be_is_refused_by_name(pools: Pools, tmp_path: Path) -> None
             assert text in run.error
     for run in pools[2].run(spread, flags(folder, "--mesh.context", "2", "--data.seq-len", "18"), {"context": 2}):
         assert "mesh.context is 2, data.seq_len 18: not a multiple of 4" in run.error
-    with pytest.raises(
-        ConfigError, match=re.escape("sharding.local is 3, mesh.context 2, mesh.tensor 1: a node has a")
-    ):
-        Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=3))
-    with pytest.raises(ConfigError, match=re.escape("mesh.sequence is of the ranks of mesh.tensor")):
-        Mesh(sequence=True)
-    with pytest.raises(ConfigError, match=re.escape("mesh.expert is 0: expected 1 to")):
-        Mesh(expert=0)
-    with pytest.raises(ConfigError, match=re.escape("capacity is -1.0: expected a finite number, 0 or more")):
-        Config(capacity=-1.0)

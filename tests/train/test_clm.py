@@ -72,6 +72,11 @@ def last_step(runs: Path) -> int:
     return max((json.loads(line)["step"] for line in found if line.endswith("}")), default=-1)
 
 
+def fine(ended: list[Ended]) -> list[Ended]:
+    assert [each.status for each in ended] == [0] * len(ended), ended
+    return ended
+
+
 def newest(runs: Path) -> str:
     found = checkpoint.latest(runs / "a" / "checkpoints")
     assert found is not None
@@ -86,9 +91,7 @@ def signalled(name: str, step: int) -> tuple[str, ...]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Unbroken:
     runs = tmp_path_factory.mktemp("unbroken")
-    ended = run(2, *flags(runs, text))
-    assert [e.status for e in ended] == [0, 0], ended
-    return runs, ended
+    return runs, fine(run(2, *flags(runs, text)))
 
 
 def test_a_run_leaves_what_it_should(unbroken: Unbroken) -> None:
@@ -144,15 +147,13 @@ def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
     assert newest(tmp_path) == f"step-{stopped:08d}"
     assert losses(tmp_path) == [entry for entry in losses(unbroken[0]) if entry[1] <= stopped]
 
-    resumed = run(2, *flags(tmp_path, text, "--resume"))
-    assert [e.status for e in resumed] == [0, 0], resumed
+    fine(run(2, *flags(tmp_path, text, "--resume")))
     assert losses(tmp_path) == losses(unbroken[0])
 
 
 def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: Unbroken) -> None:
     shutil.copytree(unbroken[0] / "a", tmp_path / "a")
-    (ended,) = run(1, *flags(tmp_path, text, "--resume", "--steps", str(STEPS + 3)))
-    assert ended.status == 0, ended
+    fine(run(1, *flags(tmp_path, text, "--resume", "--steps", str(STEPS + 3))))
     lines = [line for line in metrics(tmp_path) if "loss" in line]
     assert [line["step"] for line in lines] == list(range(1, STEPS + 4))
     assert lines[-1]["loss"] < lines[0]["loss"] - 1
@@ -205,8 +206,7 @@ def test_a_truncated_checkpoint_is_named_and_an_earlier_one_serves(
     shutil.copytree(unbroken[0] / "a", tmp_path / "a")
     newest = tmp_path / "a" / "checkpoints" / "step-00000030"
     os.truncate(newest / "rank-00001.safetensors", 1000)
-    ended = run(2, *flags(tmp_path, text, "--resume"))
-    assert [e.status for e in ended] == [0, 0], ended
+    ended = fine(run(2, *flags(tmp_path, text, "--resume")))
     assert "warning: " in ended[0].err and str(newest) in ended[0].err and "passed over" in ended[0].err
     assert ended[1].err == ""
     assert losses(tmp_path) == losses(unbroken[0])

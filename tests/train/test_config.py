@@ -15,12 +15,17 @@ import pytest
 
 from tests.harness.marks import nightly
 from tests.program.traces import model
+from tests.train.inside import resumed
 from train.__main__ import main
-from train.config import ConfigError, Data, Optim, Sharding
+from train.config import ConfigError, Data, Mesh, Optim, Sharding
 from train.config_json import differences, from_json, to_json
 from train.running import run, setup
 from train.settings import Config, Settings, Tuning
 from yafsdp_fn.schedules import Forward, Offload
+
+
+def on_stages(**sharding: Any) -> Config:
+    return Config(mesh=Mesh(stage=2), sharding=Sharding(**sharding))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +79,26 @@ from yafsdp_fn.schedules import Forward, Offload
         (
             lambda: Config(sharding=Sharding(microbatches=2, chunks=4)),
             "data.batch 4 does not divide into sharding.microbatches 2 of sharding.chunks 4",
+        ),
+        (
+            lambda: Config(mesh=Mesh(context=2), sharding=Sharding(schedule="hpz", local=3)),
+            "sharding.local is 3, mesh.context 2, mesh.tensor 1: a node has a",
+        ),
+        (lambda: Mesh(sequence=True), "mesh.sequence is of the ranks of mesh.tensor"),
+        (lambda: Mesh(expert=0), "mesh.expert is 0: expected 1 to"),
+        (lambda: Config(capacity=-1.0), "capacity is -1.0: expected a finite number, 0 or more"),
+        (lambda: Mesh(order="gpipe"), "mesh.order is gpipe, and mesh.stage 1: no stages"),
+        (
+            lambda: on_stages(schedule="own.py:f"),
+            "mesh.stage is 2, sharding.schedule own.py:f: one of the library's, or saved",
+        ),
+        (
+            lambda: on_stages(remat="offload"),
+            "mesh.stage is 2, sharding.remat offload: a stage keeps none on the host; take all",
+        ),
+        (
+            lambda: on_stages(chunks=2),
+            "mesh.stage is 2, sharding.chunks 2: layer-major microbatches would go through all stages layer by layer",
         ),
         (lambda: setup.model_config("gpt"), "model is 'gpt'; did you mean gpt2 or "),
         (lambda: Config(steps=10, optim=Optim(warmup=10)), "optim.warmup 10 is not shorter than the run, steps 10"),
@@ -158,7 +183,7 @@ def damaged(text: bytes, draw: random.Random) -> bytes:
         return text[:at] + text[draw.randrange(len(text)) :]
     if kind == 4:
         return text[:at] + text[at : at + draw.randrange(40)] * draw.randrange(3) + text[at + 40 :]
-    values: dict[str, Any] = json.loads(text)
+    values = json.loads(text)
     inside = draw.choice([values, values["data"], values["optim"], values["sharding"]])
     edges = [None, True, "", "\0", "..", [], {}, [[]], -1, 0, 2**63, 10**400, -0.5, 1e308, "\ud800", ["a"], 1.5]
     inside[draw.choice(list(inside))] = draw.choice(edges)
@@ -167,12 +192,8 @@ def damaged(text: bytes, draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("many", [500, nightly(10_000)])
 def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path, many: int) -> None:
-    text, path, draw = (
-        to_json(Config(name="x", data=Data(files=("a", "b")))).encode(),
-        tmp_path / "config.json",
-        random.Random(0),
-    )
-    refused = 0
+    text, path = to_json(Config(name="x", data=Data(files=("a", "b")))).encode(), tmp_path / "config.json"
+    draw, refused = random.Random(0), 0
     for _ in range(many):
         path.write_bytes(damaged(text, draw))
         try:
@@ -202,10 +223,8 @@ def write_run(folder: Path, config: Config) -> None:
 def test_resume_takes_the_runs_own_settings_as_defaults(tmp_path: Path) -> None:
     config = Config(name="a", steps=77, optim=Optim(learning_rate=0.5))
     write_run(tmp_path / "a", config)
-    flags = ["--runs", str(tmp_path), "--name", "a", "--resume"]
-    resumed = run.parse(flags, Config, quiet=False)
-    assert resumed == dataclasses.replace(config, runs=tmp_path, resume=True)
-    longer = run.parse([*flags, "--steps", "99"], Config, quiet=False)
+    assert resumed(tmp_path) == dataclasses.replace(config, runs=tmp_path, resume=True)
+    longer = resumed(tmp_path, "--steps", "99")
     assert longer.steps == 99 and longer.optim == config.optim
 
 
@@ -220,7 +239,7 @@ def test_resume_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
 def test_resume_refuses_what_would_not_fit(tmp_path: Path, flags: list[str]) -> None:
     write_run(tmp_path / "a", Config(name="a"))
     with pytest.raises(ConfigError, match=r"--resume: (seed|data\.seq_len|model) was .* and cannot become"):
-        run.parse(["--runs", str(tmp_path), "--name", "a", "--resume", *flags], Config, quiet=False)
+        resumed(tmp_path, *flags)
 
 
 def test_resume_without_a_checkpoint_and_a_new_run_over_one(tmp_path: Path) -> None:

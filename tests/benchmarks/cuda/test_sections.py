@@ -143,7 +143,7 @@ def test_fsdp2_is_set_as_its_names_say() -> None:
         for contender in made.values():
             contender.turn()
             contender.step(CPU.batch(config, 16))
-            module: Any = contender.module
+            module = contender.module
             first, last, root = (each._get_fsdp_state() for each in (module.layers[0], module.layers[-1], module))
             group = first._fsdp_param_group.mesh_info
             separate = getattr(group, "reduce_scatter_process_group", None) is not None

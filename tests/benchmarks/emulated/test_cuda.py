@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import yafsdp_fn as ya
 from benchmarks.emulated import emulate
-from tests.benchmarks.emulated.test_training import RATE, module
+from tests.benchmarks.emulated.test_training import fsdp2, steps
 from tests.benchmarks.emulated.toy import UNIT_BYTES, Loss, batch, cluster, params
 from tests.harness.child_process import InChild
 from tests.harness.gpu import ON_GPU
@@ -85,19 +84,7 @@ def test_collectives_take_their_time_on_the_stream(in_child: InChild, move_bytes
 def trains() -> tuple[list[float], list[float], ya.timeline.Timeline]:
     """Losses of FSDP2 and of ours, and our last step."""
     with emulate(cluster(1e-3), 64):
-        mesh = init_device_mesh("cuda", (64,))
-        model = module().cuda()
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        optimizer = torch.optim.SGD(model.parameters(), RATE)
-        theirs, x = [], torch.randn(8, 64, device="cuda")
-        for _ in range(4):
-            loss = (model(x) - 0.5).square().mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            theirs.append(loss.item())
+        theirs = steps(fsdp2(init_device_mesh("cuda", (64,)), "cuda"), "cuda")
         tx = ya.optim.sgd(0.1)
         state = ya.init(params(), tx, mesh=ya.mesh(device="cuda"))
         step = ya.train_step(Loss(), tx)

@@ -33,10 +33,10 @@ FORWARD = 0.004
 SPEEDS = {"compute-bound": 0.001, "communication-bound": 0.009}
 """Seconds of a ring of one unit over all ranks."""
 
-SCHEDULES: dict[str, tuple[dict[str, int], ya.schedules.Schedule]] = {
+SCHEDULES = {
     "zero3": ({}, ya.schedules.zero3()),
     "prefetch": ({}, ya.schedules.zero3(prefetch=2)),
-    "resident": ({}, ya.schedules.zero3(resident=1, remat=ya.schedules.remat.every(2))),
+    "resident": ({}, ya.schedules.zero3(resident=1, remat="every:2")),
     "zero2": ({}, ya.schedules.zero2()),
     "hsdp": ({"replicate": 8}, ya.schedules.hsdp()),
     "hpz": ({"local": 8}, ya.schedules.hpz(2)),
@@ -129,7 +129,7 @@ def meeting(program: Program, where: dict[int, threading.Barrier]) -> Iterator[N
 
 def by_stream(timeline: Timeline) -> dict[str, list[int]]:
     """The ops of each stream, in the order in which they began."""
-    found: dict[str, list[int]] = defaultdict(list)
+    found = defaultdict(list)
     for span in sorted(timeline.spans, key=lambda span: span.start):
         found[span.stream].append(span.number)
     return found

@@ -72,8 +72,7 @@ class Loss:
     def __call__(self, params: Any, batch: Tensor) -> Tensor:
         x = ya.apply(self._matmul, params["embed"], batch)
         x, _ = ya.scan(self._block, x, params["layers"])
-        loss: Tensor = ya.apply(self._head, params["head"], x)
-        return loss
+        return ya.apply(self._head, params["head"], x)
 
 
 def batch() -> Tensor:

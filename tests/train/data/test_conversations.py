@@ -49,8 +49,7 @@ def learnt(talk_bpe: Path) -> Pretrained:
 
 def said(chat: Chat, decode: Any, messages: Messages = TALK) -> str:
     tokens, counts = chat.encode(messages)
-    found: str = decode(np.asarray(tokens)[counts].tolist())
-    return found
+    return decode(np.asarray(tokens)[counts].tolist())
 
 
 def test_bytes_have_a_turn_for_each_role() -> None:

@@ -19,13 +19,11 @@ from tests.harness.pool import Pools
 from tests.train.data.tables import lists, rows_of, texts
 from tests.train.data.test_runs_on_data import together
 from tests.train.data.test_sources import opened
-from tests.train.inside import WINDOW, flags, inside, killed, without
+from tests.train.inside import WINDOW, flags, inside, killed, of_others, resumed, without
 from train.config import ConfigError, Data
 from train.data.foreign import Pipeline, from_json, to_json
 from train.data.rows import Indexed, Mixed, Row, Rows
 from train.data.store import AT_ONCE
-from train.running import run
-from train.settings import Config
 
 
 def stored(path: Path, **settings: Any) -> tuple[Rows, Rows]:
@@ -484,10 +482,8 @@ def rows(*, split, epoch, seed, seq_len):
 
 
 def test_a_config_of_others_runs_no_pipeline(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    named = f"{tmp_path / 'evil.py'}:f"
-    (tmp_path / "a" / "config.json").write_text(json.dumps({"data": {"pipelines": [named]}}))
-    argv = ["--resume", "--runs", str(tmp_path), "--name", "a"]
+    named = f"{tmp_path}/evil.py:f"
+    of_others(tmp_path, data={"pipelines": [named]})
     with pytest.raises(ConfigError, match=rf"only the command line does, --data.pipelines {named}"):
-        run.parse(argv, Config, quiet=False)
-    assert run.parse([*argv, "--data.pipelines", named], Config, quiet=False).data.pipelines == (named,)
+        resumed(tmp_path)
+    assert resumed(tmp_path, "--data.pipelines", named).data.pipelines == (named,)

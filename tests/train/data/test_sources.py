@@ -26,6 +26,7 @@ from train.running import setup
 
 
 def opened(folder: Path, heldout_rows: int = 4, **settings: Any) -> tuple[Rows, Rows]:
+    """Training and held-out text, with a cache in the folder."""
     data = Data(seq_len=4, **settings)
     return sources.open_text(data, tokenizers.load(data.tokenizer), folder / "cache", heldout_rows)
 
@@ -41,7 +42,13 @@ def epoch(rows: Rows) -> set[str]:
 
 
 def stop() -> bool:
+    """Ends the generator that it is called in."""
     raise StopIteration
+
+
+def documents(source: Any, **settings: Any) -> Any:
+    """Of training and of held-out text."""
+    return sources.documents(Sources(datasets=(str(source),), **settings))
 
 
 def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
@@ -55,16 +62,13 @@ def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
     kinds = {"one": "body", "a.csv": "body", "a.json.gz": "body", "a.txt": "text"}
     sides = []
     for name, column in kinds.items():
-        ((training, heldout),) = sources.documents(
-            Sources(datasets=(str(tmp_path / name),), column=column, heldout_fraction=0.2)
-        )
+        ((training, heldout),) = documents(tmp_path / name, column=column, heldout_fraction=0.2)
         parts = list(training.texts()), list(heldout.texts())
         assert sorted(parts[0] + parts[1]) == sorted(found) and 3 < len(parts[1]) < 25
         sides.append(parts)
         assert training.key() != heldout.key()
     assert all(each == sides[0] for each in sides)
-    named = Sources(datasets=(f"{tmp_path}/one",), column="body", heldout_files=(f"{tmp_path}/a.csv",))
-    ((training, heldout),) = sources.documents(named)
+    ((training, heldout),) = documents(tmp_path / "one", column="body", heldout_files=(f"{tmp_path}/a.csv",))
     assert list(training.texts()) == found == list(heldout.texts())
 
 
@@ -75,18 +79,17 @@ def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.M
     }
     asked = on_the_hub(monkeypatch, **kept)
     for streaming in (False, True):
-        config = Sources(datasets=("org/name:config",), heldout_split="test", streaming=streaming)
-        ((training, heldout),) = sources.documents(config)
+        ((training, heldout),) = documents("org/name:config", heldout_split="test", streaming=streaming)
         assert list(training.texts()) == texts(20, 0) and list(heldout.texts()) == texts(20, 1)
         assert training.key() != heldout.key()
     with pytest.raises(ConfigError, match=r"'org/name:config' cannot be opened: 'nosuch'"):
-        list(sources.documents(Sources(datasets=("org/name:config",), split="nosuch"))[0][0].texts())
+        list(documents("org/name:config", split="nosuch")[0][0].texts())
     assert {each[:2] for each in asked} == {("org/name", "config")}
 
 
 def test_a_stream_and_a_store_hold_out_the_same_documents(tmp_path: Path) -> None:
     glob = jsonl(tmp_path, texts(200))
-    settings: dict[str, Any] = {"datasets": (glob,), "heldout_fraction": 0.2, "packing": "stream"}
+    settings = {"datasets": (glob,), "heldout_fraction": 0.2, "packing": "stream"}
     stored, streamed = opened(tmp_path, **settings), opened(tmp_path, streaming=True, **settings)
     assert streamed[1].describe().startswith("4 rows of a stream of ")
     first = epoch(stored[1])
@@ -102,6 +105,8 @@ def test_a_stream_and_a_store_hold_out_the_same_documents(tmp_path: Path) -> Non
 
 
 class Numbered(Indexed):
+    """Rows that are their source's letter and their own number."""
+
     def __init__(self, name: str, count: int) -> None:
         self.name, self._count = name, count
 
@@ -120,6 +125,7 @@ class Numbered(Indexed):
 
 
 def read(rows: Rows, position: Position, count: int) -> tuple[list[tuple[int, ...]], Position]:
+    """So many rows from a position, and the position behind them, through JSON."""
     cursor = rows.cursor(position, 5)
     found = list(islice(iter(cursor.next, None), count))
     return [tuple(row["tokens"].tolist()) for row in found], json.loads(json.dumps(cursor.position))
@@ -231,7 +237,7 @@ def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, make: Callable[[
 @pytest.mark.parametrize("name", ["datasets", "transformers"])
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setitem(sys.modules, name, None)
-    settings: dict[str, Any] = {"datasets": (jsonl(tmp_path, texts(3)),)} if name == "datasets" else {"tokenizer": "x"}
+    settings = {"datasets": (jsonl(tmp_path, texts(3)),)} if name == "datasets" else {"tokenizer": "x"}
     with pytest.raises(ConfigError, match=rf"needs the library {name}: pip install 'yafsdp_fn\[data\]'"):
         opened(tmp_path, **settings)
     training, _ = opened(tmp_path)  # bytes of text need neither

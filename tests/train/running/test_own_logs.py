@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.train.inside import Runs, lines
+from tests.train.inside import Runs, lines, of_others, resumed
 from train.config import ConfigError
-from train.running import run
 from train.settings import Config
 
 PAGE = Path(__file__).parents[3] / "docs" / "running.md"
@@ -50,18 +50,20 @@ def on_the_page(column: int = 0) -> str:
     return "\n".join([*lines[:-1], f"    {lines[-1]}"])
 
 
+def logged(runs: Runs, name: str, module: str, page: str, *more: str, **words: Any) -> tuple[Any, Any, list[Any]]:
+    """A run of two ranks with `module` in place of a library; what that was told first, and then."""
+    seen, own = runs.folder / "seen", runs.folder / "mine.py"
+    text = module.format(seen=str(seen), **words)
+    made = f"import sys, types\nsys.modules[{name!r}] = it = types.ModuleType({name!r})\nexec({text!r}, vars(it))"
+    own.write_text(f"{made}\n{page}")
+    ranks = runs.fine(2, *more, "--log", f"{own}:log")
+    begun, *told = map(json.loads, seen.read_text().splitlines())
+    return ranks, begun, told
+
+
 @pytest.mark.parametrize("raises", [-1, 3])
 def test_rank_0_calls_it_with_every_line(raises: int, runs: Runs, tmp_path: Path) -> None:
-    seen, own = tmp_path / "seen", tmp_path / "mine.py"
-    module = STAND_IN.format(seen=str(seen), raises=raises)
-    made = [
-        "import sys, types",
-        "sys.modules['wandb'] = wandb = types.ModuleType('wandb')",
-        f"exec({module!r}, vars(wandb))",
-    ]
-    own.write_text("\n".join([*made, on_the_page()]))
-    ranks = runs.fine(2, "--steps", "6", "--log", f"{own}:log")
-    begun, *told = map(json.loads, seen.read_text().splitlines())
+    ranks, begun, told = logged(runs, "wandb", STAND_IN, on_the_page(), "--steps", "6", raises=raises)
     kept = lines(tmp_path)
     assert begun == ["begun", "mine"] and len(kept) == 6
     assert told == (kept if raises < 0 else kept[:2])
@@ -69,16 +71,8 @@ def test_rank_0_calls_it_with_every_line(raises: int, runs: Runs, tmp_path: Path
 
 
 def test_mlflow_gets_numbers_and_the_step_apart(runs: Runs, tmp_path: Path) -> None:
-    seen, own = tmp_path / "seen", tmp_path / "mine.py"
-    module = MLFLOW.format(seen=str(seen))
-    made = [
-        "import sys, types",
-        "sys.modules['mlflow'] = mlflow = types.ModuleType('mlflow')",
-        f"exec({module!r}, vars(mlflow))",
-    ]
-    own.write_text("\n".join([*made, on_the_page(1)]))
-    runs.fine(2, "--steps", "4", "--log", f"{own}:log")
-    begun, *told = map(json.loads, seen.read_text().splitlines())
+    """The other column of the page."""
+    _, begun, told = logged(runs, "mlflow", MLFLOW, on_the_page(1), "--steps", "4")
     kept = lines(tmp_path)
     assert begun == ["begun", "mine"] and told == kept and len(kept) == 4
 
@@ -92,8 +86,7 @@ def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run
 
 
 def test_a_config_of_others_logs_nowhere(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text(json.dumps({"log": "evil.py:f"}))
-    assert run.parse(["--resume", "--runs", str(tmp_path), "--name", "a"], Config, quiet=False).log == ""
+    """Only the command line says what code is run."""
+    assert resumed(of_others(tmp_path, log="evil.py:f")).log == ""
     with pytest.raises(ConfigError, match=r"log is 'wandb': expected FILE.py:NAME"):
         Config(log="wandb")

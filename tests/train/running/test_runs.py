@@ -22,10 +22,9 @@ from torch import Tensor
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
-from tests.train.inside import Run, Runs, fine, flags, inside, killed, lines, rank, text, tiny
+from tests.train.inside import Run, Runs, fine, flags, inside, killed, lines, rank, text
 from train.data.rows import Reader
-from train.running import files, run, saves
-from train.settings import Config
+from train.running import files, saves
 from yafsdp_fn import checkpoint
 
 STEPS = 12
@@ -33,6 +32,7 @@ ALL = list(range(1, STEPS + 1))
 
 
 def steps(folder: Path) -> list[int]:
+    """Those of its lines."""
     return [line["step"] for line in lines(folder) if "loss" in line]
 
 
@@ -165,14 +165,6 @@ def test_what_is_refused_changes_no_run(runs: Runs) -> None:
     assert (runs.path / "config.json").read_bytes() == before
 
 
-def test_a_resumed_run_has_its_own_defaults(runs: Runs, tmp_path: Path) -> None:
-    runs.fine(1, "--optim.warmup", "3", "--steps", "8")
-    short = ["--runs", str(tmp_path / "runs"), "--name=a", "--resume", "--steps", "12"]  # warm-up is 30 by default
-    with tiny():
-        config = run.parse(short, Config, quiet=False)
-    assert (config.optim.warmup, config.steps, config.resume) == (3, 12, True)
-
-
 # ---- numbers that are not finite
 
 
@@ -209,6 +201,7 @@ def poisoned(mesh: Any, argv: tuple[str, ...], first: int, last: int, poison: fl
 
 
 def position(folder: Path) -> int:
+    """In the text, of the newest checkpoint."""
     newest = checkpoint.latest(folder / "runs" / "a" / "checkpoints")
     assert newest is not None
     return json.loads((newest / "manifest.json").read_text())["extra"]["position"]
