@@ -151,7 +151,8 @@ def test_maxima_trees_uneven_parts_and_large_tensors(_: Any) -> None:
 
 @on_ranks(2, 3, 4)
 def test_bools_are_counted_and_integers_stay(every: Any) -> None:
-    ranks, rank = every.size(), every.get_rank()
+    ranks = every.size()
+    rank = every.get_rank()
     mine = slice(2 * rank, 2 * rank + 2)
     uneven = {"split_sizes": [2] * ranks, "concat_sizes": [2] * ranks}
 
@@ -165,8 +166,10 @@ def test_bools_are_counted_and_integers_stay(every: Any) -> None:
 
     with acting_over(communicators(mesh_of(tensor=ranks))):
         for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-            given, all_of = of(rank, dtype), torch.stack([of(r, dtype) for r in range(ranks)])
-            total, counted = all_of.long().sum(0), torch.int64 if dtype == torch.bool else dtype
+            given = of(rank, dtype)
+            all_of = torch.stack([of(r, dtype) for r in range(ranks)])
+            total = all_of.long().sum(0)
+            counted = torch.int64 if dtype == torch.bool else dtype
             told(ya.psum(given, "tensor"), counted, total)
             told(ya.psum_scatter(given, "tensor", tiled=True), counted, total[mine])
             told(torch.vmap(lambda x: ya.psum(x, "tensor"))(given[None])[0], counted, total)
@@ -193,7 +196,8 @@ def test_bools_of_one_rank_are_counted() -> None:
 @on_ranks(2, 4)
 def test_a_thread_does_not_know_the_mesh(every: Any) -> None:
     ranks = every.size()
-    mesh, x = mesh_of(tensor=ranks), torch.ones(2)
+    mesh = mesh_of(tensor=ranks)
+    x = torch.ones(2)
     state = ya.init({"a": {"w": ya.Param((2,))}}, ya.optim.sgd(0.1), mesh=mesh)
 
     def block(w: Any, x: Tensor) -> Tensor:

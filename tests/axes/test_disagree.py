@@ -29,7 +29,8 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
     """The same in the first stage of two, where a program runs from the first step on; the other stage waits for it.
     traced: on fake tensors, too"""
-    mesh, rank = breakable_stages(2, tensor=2), torch.distributed.get_rank()
+    mesh = breakable_stages(2, tensor=2)
+    rank = torch.distributed.get_rank()
     tree = {name: {"w": ya.Param((4,), split={"tensor": -1})} for name in ("one", "two")}
     stages = Assignment(units=((0,), (1,)), homes=(0, 1))
     state = ya.init(tree, TX, mesh=mesh, stages=stages)
@@ -78,7 +79,8 @@ def alike(_: Any) -> list[float]:
         x, counts = ya.scan(block, x, params["layers"])
         return (x.sum() * ya.psum(counts, "tensor").mean()).tanh()
 
-    step, losses = ya.train_step(loss, TX), []
+    step = ya.train_step(loss, TX)
+    losses = []
     for _ in range(3):
         state, metrics = step(state, torch.full((2,), 0.1))
         losses.append(metrics["loss"].item())
@@ -107,7 +109,9 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int, ...]) -> list[str]:
     """What becomes of steps on batches of these lengths, whose one block is told the number of the step."""
-    mesh, now, said = breakable_stages(1, tensor=ranks), {"step": 0}, list[str]()
+    mesh = breakable_stages(1, tensor=ranks)
+    now = {"step": 0}
+    said = list[str]()
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -172,13 +176,15 @@ def test_batches_of_another_dtype_go_on(_: Any) -> None:
 
 def rows_of(how: str, rank: int, ranks: int, wrong: bool) -> Callable[[Tensor], Tensor]:
     """An exchange of four rows with each rank, or a ring, but for what is wrong."""
-    sent, taken = [4] * ranks, [4] * ranks
+    sent = [4] * ranks
+    taken = [4] * ranks
     ring = [(k, (k + 1) % ranks) for k in range(ranks)]
     if how == "perm":
         back = [(b, a) for a, b in ring] if ranks > 2 else [(0, 1)]
         return lambda x: ya.ppermute(x, "tensor", back if wrong and rank == 1 else ring)
     if wrong and how == "alike":  # on all ranks, and yet they do not fit
-        sent, taken = [5, *[4] * (ranks - 2), 3], [5, *[4] * (ranks - 2), 3]
+        sent = [5, *[4] * (ranks - 2), 3]
+        taken = [5, *[4] * (ranks - 2), 3]
     elif wrong and rank == 0:  # "one": it takes less of the last rank than that sends
         taken[-1] = 3
     return lambda x: ya.all_to_all(x, "tensor", 0, 0, tiled=True, split_sizes=sent, concat_sizes=taken)

@@ -79,7 +79,9 @@ CONFIG = mixtral.Config(**SIZE, max_length=2 * S, **ROUTER)
 
 def by_hand(w: dict[str, Tensor], x: Tensor, most: int) -> tuple[Tensor, list[int]]:
     """The feed-forward network of one row [S, E], a token at a time; how often an expert was chosen, and refused."""
-    y, taken, refused = torch.zeros_like(x), [0] * CONFIG.experts, 0
+    y = torch.zeros_like(x)
+    taken = [0] * CONFIG.experts
+    refused = 0
     for token, row in enumerate(x):
         scores = (w[mixtral.GATE] @ row).softmax(-1)
         best, chosen = scores.topk(CONFIG.chosen)
@@ -111,13 +113,15 @@ def test_what_the_cases_are_of() -> None:
     loss = mixtral.loss(config, has_aux=True)
     _, aux = loss(ya.materialize(wide(mixtral.params(config))), batch_of(0, alike=True))
     assert (aux["expert_load"].total[0] == 0).any()
-    params, limits = ya.materialize(wide(mixtral.params(CONFIG))), (None, 0.5, 0.6, 0.7, 1.0)
+    params = ya.materialize(wide(mixtral.params(CONFIG)))
+    limits = (None, 0.5, 0.6, 0.7, 1.0)
     totals = {float(mixtral.loss(CONFIG, capacity=limit)(params, batch_of(0)).total) for limit in limits}
     assert len(totals) == len(limits)
 
 
 def test_the_z_loss_is_a_mean_over_tokens() -> None:
-    params, batch = ya.materialize(wide(mixtral.params(CONFIG))), batch_of(0)
+    params = ya.materialize(wide(mixtral.params(CONFIG)))
+    batch = batch_of(0)
     routers: list[Tensor] = []
     layer = mixtral.block(CONFIG)
 

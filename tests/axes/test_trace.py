@@ -122,7 +122,8 @@ def seconds(program: Program) -> dict[tuple[Any, int], float]:
 def test_they_cost_what_their_axis_crosses(pools: Pools) -> None:
     """Tensor ranks share a node of two, the two experts do not."""
     here = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)[0]
-    ring, exchange = 2048 / 2 / 1e6, 8192 / 2 * 2 / 1e5
+    ring = 2048 / 2 / 1e6
+    exchange = 8192 / 2 * 2 / 1e5
     for program, again in ((zero3()(here), 0), (zero3(remat="all")(here), 1)):
         found = seconds(program)
         once = 4 * ring + 2 * exchange
@@ -181,7 +182,8 @@ def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
     state = ya.shard(tree, optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
     # a graph that is kept goes back through what nobody differentiates, too, with zeros
     step = ya.train_step(loss, optim.sgd(1e-3), has_aux=True, schedule=zero3(remat="all"))
-    evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
+    evaluate = ya.eval_step(loss, has_aux=True)
+    x = torch.ones(3, dtype=torch.float64)
     for _ in range(3):
         evaluate(state.params, x)
         state, _ = step(state, x)
@@ -194,7 +196,8 @@ def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
 @on_ranks(2)
 def test_sizes_are_those_of_the_batch(_: Any) -> None:
     """Batches of another length go on, other sizes of the same batch do not; nor do others between visits."""
-    mesh, extra = mesh_of(tensor=2), {"rows": 0, "loss": False}
+    mesh = mesh_of(tensor=2)
+    extra = {"rows": 0, "loss": False}
     tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)})}
 
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
@@ -206,7 +209,8 @@ def test_sizes_are_those_of_the_batch(_: Any) -> None:
         return (ya.psum(x, "tensor") if extra["loss"] else x).sum()
 
     state = ya.shard(tree, optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
-    step, said = ya.train_step(loss, optim.sgd(1e-3)), list[str]()
+    step = ya.train_step(loss, optim.sgd(1e-3))
+    said = list[str]()
     for rows, more, in_loss in (
         (4, 0, False),
         (6, 0, False),
@@ -269,13 +273,16 @@ def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
 @on_ranks(4)
 def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
     """Sizes from data: of an exchange, and of what follows it in its block, other ones in each step and line."""
-    mesh, now = mesh_of(expert=2, tensor=2), {"step": 0}
+    mesh = mesh_of(expert=2, tensor=2)
+    now = {"step": 0}
     tree = {"layers": ya.Stacked({"w": torch.full((2, 3), 0.5, dtype=torch.float64)})}
 
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        me, more = ya.axis_index("expert"), now["step"] % 2
+        me = ya.axis_index("expert")
+        more = now["step"] % 2
         table = [(1 + k + more, 3 - k - more) for k in range(2)]  # rows of each rank, to each
-        sent, received = table[me], tuple(each[me] for each in table)
+        sent = table[me]
+        received = tuple(each[me] for each in table)
         there = ya.all_to_all(x, "expert", 0, 0, tiled=True, split_sizes=sent, concat_sizes=received)
         there = ya.psum(there * w["w"], "tensor") / 2
         back = ya.all_to_all(there, "expert", 0, 0, tiled=True, split_sizes=received, concat_sizes=sent)
@@ -285,7 +292,8 @@ def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
         return ya.scan(block, x, p["layers"])[0].sum()
 
     state = ya.shard(tree, optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
-    step, found = ya.train_step(loss, optim.sgd(0.0)), list[float]()
+    step = ya.train_step(loss, optim.sgd(0.0))
+    found = list[float]()
     for now["step"] in range(4):
         state, metrics = step(state, torch.ones(4, 3, dtype=torch.float64))
         found.append(float(metrics["loss"]))

@@ -158,7 +158,8 @@ def test_timelines_of_one_program_are_compared_op_by_op() -> None:
 @on_ranks(2)
 def test_measured_beside_predicted_on_two_ranks(mesh: Any) -> None:
     """What a rank has measured, beside a prediction. The measured trace is one that was learnt, without costs."""
-    state, step = failing.state(mesh), ya.train_step(failing.loss, failing.TX)
+    state = failing.state(mesh)
+    step = ya.train_step(failing.loss, failing.TX)
     program = step.lower(state, failing.batch())
     state, _ = step(state, failing.batch())
     with ya.timeline.record() as recording:

@@ -68,7 +68,8 @@ def frozen_embedding() -> Model:
 
 def own_dtypes() -> Model:
     """The same with leaves that are gathered, and reduced, in dtypes of their own."""
-    made, layers = frozen_embedding(), model().layers.tree
+    made = frozen_embedding()
+    layers = model().layers.tree
     bias = dataclasses.replace(layers["bias"], compute=torch.float32, reduce=torch.bfloat16)
     down = dataclasses.replace(layers["down"], compute=torch.float32, reduce=torch.float32)
     norm = dataclasses.replace(made.head["norm"], compute=torch.float64)
@@ -124,7 +125,8 @@ def _held(mesh: Any, abstract: Model, precision: str, schedule: str, microbatche
     for number in range(2):
         state, _ = step(state, batch(number))
     assert step.program(state).ops == program.ops
-    found, real = predict_memory(program, device="cpu").itemised(), held_by(state)
+    found = predict_memory(program, device="cpu").itemised()
+    real = held_by(state)
     return {name: found[name] for name in real}, real
 
 
@@ -209,7 +211,8 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
     """Of a model that is split over `tensor` and `expert`; predicted from the state's trace, and without any rank."""
     found = []
     for name, schedule, microbatches in cases:
-        mesh, precision = small.mesh_of(**axes), PRECISIONS[name]
+        mesh = small.mesh_of(**axes)
+        precision = PRECISIONS[name]
         state = ya.init(small.params(), TX, mesh=mesh, precision=precision)
         step = ya.train_step(small.loss_of(), TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
         given = ya.shard_batch(small.batch_of(0, 8), mesh, split={"context": 1} if "context" in axes else None)
@@ -218,7 +221,8 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
         how: Any = {"precision": precision, "tx": TX, "microbatches": microbatches, "device": "cpu"}
         absent = trace(small.loss_of(), small.params(), given, mesh=program.trace.mesh, **how)
         assert absent == program.trace
-        predicted, real = predict_memory(program, device="cpu").itemised(), held_by(state)
+        predicted = predict_memory(program, device="cpu").itemised()
+        real = held_by(state)
         found.append(({item: predicted[item] for item in real}, real))
     return found
 
@@ -399,14 +403,16 @@ def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, 
     ],
 )
 def test_the_peak_over_axes_inside_blocks(_: Any, axes: dict[str, int], sequence: bool) -> None:
-    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
+    of = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes)
+    mesh = small.mesh_of(**axes)
 
     def dealt(given: dict[str, Tensor]) -> Any:
         """As many tokens on each rank as on one alone."""
         ranks = axes.get("context", 1)
         return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
 
-    loss, params = functools.partial(llama.loss, axes=of), functools.partial(llama.params, **of.options)
+    loss = functools.partial(llama.loss, axes=of)
+    params = functools.partial(llama.params, **of.options)
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     every = ((SMALL_HEAD, "all", 0.01), (SMALL_HEAD, "none", 0.01), (CONFIG, "all", 0.05))
     for config, remat, tolerance in every[:1] if sequence else every:
@@ -490,7 +496,8 @@ def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
 
 def test_microbatches_may_differ_in_what_they_keep() -> None:
     trace = hand_trace(microbatches=2)
-    plain, again = zero3()(trace).ops, zero3(remat="all")(trace).ops
+    plain = zero3()(trace).ops
+    again = zero3(remat="all")(trace).ops
     assert len(plain) == len(again)  # they differ in `keep` alone
     half = next(i for i, op in enumerate(plain) if isinstance(op, Backward) and op.visit == 0) + 1
     for ops in (plain[:half] + again[half:], again[:half] + plain[half:]):
@@ -527,7 +534,8 @@ def test_items_add_up_and_recomputing_saves() -> None:
     found = predicted()
     assert sum(found.itemised().values()) == found.peak_bytes > found.held_bytes
     assert predicted(remat="all").activations < found.activations
-    few, many = predicted(2), predicted(64)
+    few = predicted(2)
+    many = predicted(64)
     assert few.master > 30 * many.master and few.activations == many.activations
     (first, largest), *_ = found.largest()
     assert largest == max(found.itemised().values()) == found.itemised()[first]
@@ -566,7 +574,8 @@ def test_a_mesh_larger_than_any_is_refused() -> None:
 
 
 def test_a_trace_without_costs_is_refused() -> None:
-    state, step = ya.init(model(), TX, mesh=one_rank()), ya.train_step(loss, TX)
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(loss, TX)
     state, _ = step(state, batch())
     with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
         predict_memory(step.program(state))

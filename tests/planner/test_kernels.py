@@ -58,7 +58,8 @@ def test_a_plan_says_its_kernels_and_its_range() -> None:
 
 def test_layers_recompute_by_ops() -> None:
     whole = traced()
-    before, after = whole.visits[0].cost, by_ops(whole, "op").visits[0].cost
+    before = whole.visits[0].cost
+    after = by_ops(whole, "op").visits[0].cost
     assert after.bwd_flops == before.bwd_flops + before.flops // 2
     assert after.bwd_moved.eager == before.bwd_moved.eager + before.moved.eager
     assert after.inner_bytes < before.inner_bytes

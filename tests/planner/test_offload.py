@@ -40,7 +40,8 @@ def test_a_layer_carries_what_the_scan_hands_on_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_what_leaves_the_device_is_on_the_host(ahead: int) -> None:
-    L, stays = CONFIG.layers, ahead + 1
+    L = CONFIG.layers
+    stays = ahead + 1
     again, away = (predict_memory(zero3(remat=policy)(taken())) for policy in ("all", remat.offload(ahead=ahead)))
     assert (again.carry_slots, again.host) == (0, 0)
     assert (away.carry_slots, away.host) == (stays * CARRY, (L - stays) * CARRY)
@@ -69,7 +70,8 @@ def test_copies_take_their_bytes_over_the_link() -> None:
 
 def test_what_saving_costs_compute() -> None:
     """With a link that takes no time, what is left is the copy into the carry slot: read and written."""
-    again, away = step(remat.all, 1e30), step(remat.offload(), 1e30)
+    again = step(remat.all, 1e30)
+    away = step(remat.offload(), 1e30)
     saving = CONFIG.layers * 2 * CARRY / FREE.memory_bandwidth
     assert away.busy("compute") - again.busy("compute") == pytest.approx(saving)
     forwards = [sum(s.seconds for s in t.spans if isinstance(s.op, Forward)) for t in (again, away)]

@@ -82,7 +82,8 @@ def in_the_middle() -> Found:
 
 
 def test_the_choice_is_a_schedule() -> None:
-    trace, found = traced(), in_the_middle()
+    trace = traced()
+    found = in_the_middle()
     verify(found.program)
     assert found(found.program.trace) == found.program
     assert simulate(found.program, SLOW).seconds == found.best.step_s
@@ -126,7 +127,8 @@ def test_several_microbatches_reduce_once_where_memory_allows() -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_no_sweep_finds_less_than_its_bound(microbatches: int) -> None:
     """Sweeps are left out by it: counting undeferred reductions, it left out a `zero3` for a `ddp` a third slower."""
-    trace, cluster = traced(microbatches=microbatches), SLOW.replace(gpus_per_node=1, network_bandwidth=3e8)
+    trace = traced(microbatches=microbatches)
+    cluster = SLOW.replace(gpus_per_node=1, network_bandwidth=3e8)
     for builder, mesh in arrangements(trace, cluster):
         sweep = Sweep(Point(builder, mesh), trace, cluster, 1 << 40)
         choice = sweep.best()
@@ -150,13 +152,15 @@ def test_nothing_fits() -> None:
 @pytest.mark.nightly
 def test_more_memory_is_never_slower() -> None:
     trace = traced()
-    low, high = budgets(trace)["tight"], budgets(trace)["ample"]
+    low = budgets(trace)["tight"]
+    high = budgets(trace)["ample"]
     times = [search(trace, SLOW, memory=low + (high - low) * k // 3).best.step_s for k in range(4)]
     assert all(after <= before * 1.005 for before, after in itertools.pairwise(times))
 
 
 def test_points_in_words_are_python() -> None:
-    trace, names = traced(), {"ya": ya, **{n: getattr(ya.schedules, n) for n in ("ddp", "hpz", "hsdp", "zero3")}}
+    trace = traced()
+    names = {"ya": ya, **{n: getattr(ya.schedules, n) for n in ("ddp", "hpz", "hsdp", "zero3")}}
     for builder, mesh in arrangements(trace, SLOW):
         point = Point(builder, mesh, remat=2, kept=0 if builder == "ddp" else 3, prefetch=2 if builder != "ddp" else 1)
         call, _, on = str(point).partition(" on ")

@@ -133,7 +133,8 @@ def test_latency_is_not_shared_by_hand() -> None:
 def test_the_host_computes_by_hand() -> None:
     """With three slots the gather of layer 2 needs no slot to be freed, but is issued after the forward of layer 0."""
     program = zero3(prefetch=1, resident=3)(three_layers())
-    ahead, behind = simulate(program, FREE), simulate(program, dataclasses.replace(FREE, host_computes=True))
+    ahead = simulate(program, FREE)
+    behind = simulate(program, dataclasses.replace(FREE, host_computes=True))
     assert [s.start for s in ahead.on("gather")] == [0, 1, 2]
     assert [s.start for s in behind.on("gather")] == [0, 1, 3]
     assert behind.seconds == ahead.seconds == 20  # 1 + 3 * 2 + 3 * 4 + 1

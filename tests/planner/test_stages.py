@@ -239,7 +239,8 @@ def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
         assert made.tokens_per_s == made.tokens / made.step_s
         low, high = made.range_s
         assert low < made.step_s < high
-        step, span = shown(made.step_s, 4), f"{shown(low, 3)} to {shown(high, 3)}"
+        step = shown(made.step_s, 4)
+        span = f"{shown(low, 3)} to {shown(high, 3)}"
         first = f"{step} ({span}) a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
         assert repr(made).startswith(f"Plan({step} a step on {SLOW.name}, bound by ") and "\n" not in repr(made)
         assert str(made).startswith(first + "\n")
@@ -268,7 +269,8 @@ def test_what_a_batch_counts(batch: Any, expected: tuple[int, str]) -> None:
 def test_a_search_over_stages_finds_what_it_says() -> None:
     """On a slow network fewer ranks share a unit: stages win. The best is what it says it is, right, and fits."""
     trace = traced(microbatches=4)
-    alone, found = search(trace, SLOW), search(trace, SLOW, stages=(1, 2, 4))
+    alone = search(trace, SLOW)
+    found = search(trace, SLOW, stages=(1, 2, 4))
     assert found.best.step_s < alone.best.step_s and found.best.point.order is not None
     program = found.program
     assert len(program.stages) > 1

@@ -53,7 +53,8 @@ def built(order: str) -> Program:
 
 def timelines(mesh: Any, order: str) -> list[Timeline]:
     """This rank's, of the last steps of a few."""
-    tx, made = ya.optim.sgd(1e-3), built(order)
+    tx = ya.optim.sgd(1e-3)
+    made = built(order)
     assignment = assign(made.trace, 2, per_stage=ORDERS[order])
     state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", stage=2), stages=assignment)
     step = ya.train_step(Loss(FORWARD), tx, schedule=pipelines.FACTORIES[order](zero1()), microbatches=MICROBATCHES)

@@ -215,8 +215,11 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
     assert cost.attention_flops == 2 * B * H * pairs * 2 * D
     assert cost.bwd_attention_flops == 2.5 * cost.attention_flops
     assert cost.flops == cost.bwd_flops == 0
-    keys, heads, size = how.get("keys", T), how.get("heads", H), how.get("dtype", torch.float32).itemsize
-    rows, columns = B * H * S * D * size, B * heads * keys * D * size
+    keys = how.get("keys", T)
+    heads = how.get("heads", H)
+    size = how.get("dtype", torch.float32).itemsize
+    rows = B * H * S * D * size
+    columns = B * heads * keys * D * size
     mask = S * keys if how.get("attn_mask") is True else 0
     assert cost.carry_bytes == rows
     assert cost.kept_bytes == rows + rows + 2 * columns + rows + B * H * S * 4 + mask  # x, q, k and v, out, logsumexp
@@ -233,7 +236,8 @@ def checkpointed(f: Any) -> Any:
     "wrap", [checkpointed, lambda f: ya.chunk(f, 2, in_axes=(None, 0))], ids=["checkpoint", "chunk"]
 )
 def test_attention_inside_blocks_that_recompute(wrap: Any) -> None:
-    plain, cost = attended(), attended(wrap=wrap)
+    plain = attended()
+    cost = attended(wrap=wrap)
     assert cost.attention_flops == plain.attention_flops
     assert cost.bwd_attention_flops == 3.5 * plain.attention_flops
     assert cost.kept_bytes < plain.kept_bytes / 3
@@ -245,7 +249,8 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
     width = H * D
 
     def attend(w: Any, x: Tensor) -> Tensor:
-        x, mask = x * w["gain"], torch.ones(S, S, dtype=torch.bool) if is_causal else None
+        x = x * w["gain"]
+        mask = torch.ones(S, S, dtype=torch.bool) if is_causal else None
         inside: Any = F.multi_head_attention_forward
         how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
         return inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
@@ -290,7 +295,8 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
 
 
 def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
-    config, before = llama.CONFIGS["llama3.1-405b"], _resident()
+    config = llama.CONFIGS["llama3.1-405b"]
+    before = _resident()
     precision = ya.Precision(compute=torch.bfloat16)
     found = trace(*step_of(config, 1, 8192), mesh=(("node", 2048), ("local", 8)), precision=precision)
     assert len(found.visits) == 128 and found.ranks == 16384
@@ -332,7 +338,8 @@ RATES = [optim.adamw(lambda count: 1e-3 / (1 + count)), optim.sgd(lambda count: 
 @pytest.mark.parametrize("tx", RATES, ids=["adamw", "sgd"])
 def test_a_rate_that_changes_takes_no_real_memory(tx: Any) -> None:
     """A petabyte: torch itself would run fused kernels with a rate that is a tensor on real zeros."""
-    tree, one = {"w": ya.Param((2**24, 2**24))}, torch.empty((), device="meta")
+    tree = {"w": ya.Param((2**24, 2**24))}
+    one = torch.empty((), device="meta")
     found = trace(lambda params, x: ya.apply(lambda w, x: (w["w"][0] * x).sum(), params, x), tree, one, tx=tx)
     assert state_bytes(found)["optimizer"] >= 2**50
 

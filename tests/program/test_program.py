@@ -181,7 +181,8 @@ def test_no_difference() -> None:
 
 
 def test_a_difference_in_words() -> None:
-    one, two = zero3()(model(3)), zero3(remat=remat.first(1))(model(3))
+    one = zero3()(model(3))
+    two = zero3(remat=remat.first(1))(model(3))
     assert one.diff(two).splitlines() == [
         "--- this",
         "+++ other",
@@ -263,8 +264,10 @@ def test_a_fingerprint_ignores_measured_costs() -> None:
 
 def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
     program = PROGRAMS[0]
-    trace, ops = program.trace, program.ops
-    unit, visit = trace.units[0], trace.visits[0]
+    trace = program.trace
+    ops = program.ops
+    unit = trace.units[0]
+    visit = trace.visits[0]
     traces: list[dict[str, Any]] = [
         {"units": (unit._replace(numel=1), *trace.units[1:])},
         {"visits": (visit._replace(trained=()), *trace.visits[1:])},
@@ -311,8 +314,24 @@ def test_a_wrong_program_can_be_printed() -> None:
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
     assert set(data) == {"version", "trace", "stages"} and data["stages"][0][0] == ["gather", [0], [2], "shard"]
-    fields = "units visits order mesh microbatches update_when precision optimizer lent ordered split stage loss_of"
-    assert set(data["trace"]) == {*fields.split(), "between", "kernels"}
+    fields = {
+        "units",
+        "visits",
+        "order",
+        "mesh",
+        "microbatches",
+        "update_when",
+        "precision",
+        "optimizer",
+        "lent",
+        "ordered",
+        "split",
+        "stage",
+        "loss_of",
+        "between",
+        "kernels",
+    }
+    assert set(data["trace"]) == fields
 
 
 def test_a_trace_is_a_table() -> None:

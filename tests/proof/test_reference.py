@@ -82,7 +82,8 @@ def test_mistakes(edit: Edit, program: Program, modes: set[Mode]) -> None:
 
 def test_what_a_slot_must_carry_over_shows_in_the_second_step() -> None:
     program = drop("gather a[0] ->")(WHOLE)
-    result, want = run(program), expected(program)
+    result = run(program)
+    want = expected(program)
     assert result is not None
     wrong = {key[1] for key, value in want.items() if key[0] == "forward" and result[key] != value}
     assert wrong == set(range(1, STEPS))

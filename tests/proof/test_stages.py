@@ -120,13 +120,15 @@ def test_a_refusal_of_one_stage_names_it() -> None:
 
 def test_updates_of_some_stages_alone() -> None:
     trace = cut(on(model(4, 2), "ranks", "after norm"), (0, 1))
-    updated, not_updated = one_f_one_b(zero2(update=True))(trace), one_f_one_b(zero2())(trace)
+    updated = one_f_one_b(zero2(update=True))(trace)
+    not_updated = one_f_one_b(zero2())(trace)
     mixed = Program(trace, updated.stages[0], not_updated.stages[1])
     check(mixed, 1, "update", "stage 0 updates its units inside its program, stage 1 does not")
 
 
 def test_match() -> None:
-    a, b = index(0, Send, 0), index(0, Send, 1)
+    a = index(0, Send, 0)
+    b = index(0, Send, 1)
     first = PLAIN.stages[0][a]
     # the second message overtakes the first: both are in slots of their own
     overtaken = edited(0, lambda ops: ops.insert(b, ops.pop(a)))
@@ -176,7 +178,8 @@ def test_deadlock() -> None:
 def test_a_host_may_wait_for_its_device() -> None:
     """A receive is issued before what its sender waits for: it hangs where a forward synchronises the device."""
     made = verify(one_f_one_b(zero3())(cut(model(4, 1), (0, 1))))
-    at, last = index(0, Receive, 0, made), index(0, Forward, 2, made)
+    at = index(0, Receive, 0, made)
+    last = index(0, Forward, 2, made)
     ahead = edited(0, lambda ops: ops.insert(last, ops.pop(at)), made)
     refused = check(ahead, 0, "deadlock", r"receive gradient 0 <- 1 .*waits for stage 1, which waits, too")
     assert refused.op == last and "stage 1 waits at op" in str(refused)

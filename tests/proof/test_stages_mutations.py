@@ -162,7 +162,8 @@ SEEDS = 4
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_wrong_pipeline_of_an_odd_step_is_accepted(seed: int) -> None:
     """Of any order and sharding: their calls, messages and ops changed once or twice."""
-    rng, verdicts = random.Random(seed), Counter[str]()
+    rng = random.Random(seed)
+    verdicts = Counter[str]()
     while sum(verdicts.values()) < (10000 if EVERY else 60) // SEEDS:
         pipeline = a_pipeline(rng, odd_step_of, any_change, 1)
         if pipeline is not None:

@@ -27,7 +27,8 @@ def refusal(mutant: Program) -> str:
 
 def judged(mutant: Program, verdicts: Verdicts) -> bool:
     """Counts the verdict on `mutant`, which must not be accepted if it is wrong. Gives whether it is accepted."""
-    rule, fine = refusal(mutant), right(mutant)
+    rule = refusal(mutant)
+    fine = right(mutant)
     assert rule or fine, f"accepted, though wrong (updates {mutant.trace.update_when}):\n{mutant}"
     verdicts[rule, fine] += 1
     return not rule

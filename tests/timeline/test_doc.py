@@ -24,7 +24,8 @@ def test_measured_and_beside_a_prediction(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tx = ya.optim.adamw(1e-3)
-    state, step = ya.init(small.model(), tx, mesh=small.one_rank()), ya.train_step(small.loss, tx)
+    state = ya.init(small.model(), tx, mesh=small.one_rank())
+    step = ya.train_step(small.loss, tx)
     names: dict[str, Any] = {"state": state, "step": step, "batch": small.batch()}
     predicted = simulate(step.lower(state, names["batch"]), CLUSTERS["a100-80g"])
     exec(MEASURED, names)

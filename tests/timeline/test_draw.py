@@ -63,7 +63,8 @@ def by_hand() -> Timeline:
     reduce                                       [R0]
     """
     trace = on(model(2), MESH)
-    embed, first = 0, 1
+    embed = 0
+    first = 1
     ops = [
         Span(0, Gather((embed,), (0,)), "gather", 0.0, 1.0),
         Span(1, Gather((first,), (1,)), "gather", 2.0, 4.0, cause=2),
@@ -183,7 +184,8 @@ def test_what_takes_no_time_has_no_label(tmp_path: Path) -> None:
 
 
 def test_two_timelines_share_one_axis(tmp_path: Path) -> None:
-    predicted, measured = simulated(3, title="predicted"), simulated(3, flops=8, title="measured")
+    predicted = simulated(3, title="predicted")
+    measured = simulated(3, flops=8, title="measured")
     found = drawn(predicted, tmp_path, beside=measured)
     assert found.index("predicted") < found.index("measured")
     assert found.count("compute") == 2
@@ -271,7 +273,8 @@ def test_trace_events_keep_the_rules_of_their_format(seconds: float, tmp_path: P
         spans = tuple(s._replace(start=s.start * seconds, end=s.end * seconds) for s in timeline.spans)
         return timeline._replace(spans=spans, seconds=timeline.seconds * seconds)
 
-    one, two = scaled(simulated(5, title="one")), scaled(simulated(2, flops=8, title="two"))
+    one = scaled(simulated(5, title="one"))
+    two = scaled(simulated(2, flops=8, title="two"))
     one.perfetto(tmp_path / "x.json", beside=two)
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -324,7 +327,8 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
 
 def test_pipelines_beside_each_other(tmp_path: Path) -> None:
     one, two = (simulate(pipeline(chain(2, 2), 2, f(zero1())), NO_LINKS) for f in (one_f_one_b, gpipe))
-    one, two = one._replace(title="one"), two._replace(title="two")
+    one = one._replace(title="one")
+    two = two._replace(title="two")
     one.save(tmp_path / "x.svg", beside=two)
     picture = (tmp_path / "x.svg").read_text()
     assert picture.count(">stage 1<") == 2 and ">one<" in picture and ">two<" in picture

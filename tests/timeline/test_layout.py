@@ -55,12 +55,14 @@ def test_numbers_of_calls_are_clear_of_each_other(microbatches: int) -> None:
     """In every row of a pipeline whose calls are hardly as wide as their numbers."""
     program = pipeline(chain(4, microbatches), 4, one_f_one_b(zero1()))
     figure = paint.sheet(paint.layouts([simulate(program, NO_LINKS)]))
-    axes, inches = figure.axes[0], figure.get_figwidth() - LEFT - RIGHT - ASIDE
+    axes = figure.axes[0]
+    inches = figure.get_figwidth() - LEFT - RIGHT - ASIDE
     rows: dict[float, list[tuple[float, float]]] = {}
     for text in axes.texts:
         if text.get_text().isdigit():
             x, y = text.get_position()
-            middle, half = x / axes.get_xlim()[1] * inches, wide(text.get_text(), TEXT) / 2
+            middle = x / axes.get_xlim()[1] * inches
+            half = wide(text.get_text(), TEXT) / 2
             rows.setdefault(y, []).append((middle - half, middle + half))
     assert len(rows) == 4 and min(map(len, rows.values())) >= 8
     for edges in rows.values():
@@ -103,7 +105,8 @@ def test_stacks_are_told_apart_in_the_order_of_their_visits(tmp_path: Path) -> N
 def test_strips_say_which_microbatch_and_which_stack() -> None:
     timeline = simulate(zero3()(in_another_order()), PLAIN)
     layout = of_stage(timeline)
-    microbatch, stack = lane(layout, "microbatch"), lane(layout, "stack")
+    microbatch = lane(layout, "microbatch")
+    stack = lane(layout, "stack")
     assert [bar.text for bar in microbatch.bars] == ["0", "1"]
     assert [bar.text for bar in stack.bars] == ["b", "a", "a", "b"] * 2
     for number, bar in enumerate(microbatch.bars):

@@ -113,7 +113,8 @@ def test_updates_follow_the_gradient_they_use(mesh: Mesh) -> None:
     """Gradients and their update, an evaluation between them, and a step on a plain state."""
     rank = torch.distributed.get_rank()
     state = ya.init(base_params(2), TX, mesh=mesh)
-    gradient, evaluate = ya.grad(base_loss), ya.eval_step(base_loss)
+    gradient = ya.grad(base_loss)
+    evaluate = ya.eval_step(base_loss)
     with record() as recording:
         for _ in range(2):
             grads = gradient(state.params, batch_of(rank))

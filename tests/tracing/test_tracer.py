@@ -21,7 +21,8 @@ def trace(fun: Any = loss, layers: int = L, **options: Any) -> Trace:
 
 
 def test_costs_are_of_one_microbatch() -> None:
-    whole, half = trace().visits[1].cost, trace(microbatches=2).visits[1].cost
+    whole = trace().visits[1].cost
+    half = trace(microbatches=2).visits[1].cost
     assert half.flops * 2 == whole.flops and half.kept_bytes * 2 == whole.kept_bytes
 
 
@@ -35,7 +36,9 @@ def counted(calls: list[str]) -> Any:
 
         return block
 
-    first, layer, last = say("embed", embed), say("layer", block), say("head", head)
+    first = say("embed", embed)
+    layer = say("layer", block)
+    last = say("head", head)
 
     def run(p: Model, b: Any) -> ya.Mean:
         x = ya.apply(first, p.embed, b["tokens"])
@@ -99,7 +102,8 @@ def test_nothing_is_computed_and_nothing_drawn() -> None:
         mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
         return mean
 
-    before, ambient = [leaf.clone() for leaf in state.params.layers.leaves], torch.get_rng_state()
+    before = [leaf.clone() for leaf in state.params.layers.leaves]
+    ambient = torch.get_rng_state()
     ya.train_step(watched, TX).trace(state, batch())
     assert seen == [torch._subclasses.FakeTensor]
     assert all(torch.equal(a, b) for a, b in zip(before, state.params.layers.leaves, strict=True))
