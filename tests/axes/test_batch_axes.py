@@ -158,7 +158,8 @@ def test_ranks_of_tensor_with_batches_of_their_own(mesh: Any) -> None:
     ranks = mesh.size()
     assert mixed(mesh, ranks, "") == []
     said = mixed(mesh, ranks, "own")
-    assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
+    assert len(said) == 3
+    assert all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
 
 
 @on_ranks(2)

@@ -135,7 +135,8 @@ def test_maxima_trees_uneven_parts_and_large_tensors(_: Any) -> None:
         with pytest.raises(NotImplementedError, match="pmax has no derivative"):
             torch.func.jvp(lambda x: ya.pmax(x, "tensor"), (x.detach(),), (x.detach(),))
         both = ya.psum({"a": torch.ones(2), "b": 3}, "tensor")
-        assert both["a"].tolist() == [2, 2] and both["b"] == 6
+        assert both["a"].tolist() == [2, 2]
+        assert both["b"] == 6
         # uneven parts, and back
         rows = drawn((sum(UNEVEN[rank]), 2), rank).requires_grad_()
         sizes = {"split_sizes": UNEVEN[rank], "concat_sizes": [UNEVEN[k][rank] for k in range(2)]}
@@ -162,7 +163,8 @@ def test_bools_are_counted_and_integers_stay(every: Any) -> None:
         return torch.arange(2 * ranks) % ranks <= rank if dtype == torch.bool else numbers.to(dtype)
 
     def told(x: Tensor, dtype: torch.dtype, want: Tensor) -> None:
-        assert x.dtype == dtype and x.tolist() == want.to(dtype).tolist()
+        assert x.dtype == dtype
+        assert x.tolist() == want.to(dtype).tolist()
 
     with acting_over(communicators(mesh_of(tensor=ranks))):
         for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
@@ -182,15 +184,16 @@ def test_bools_are_counted_and_integers_stay(every: Any) -> None:
             told(ya.ppermute(given, "tensor", [(0, ranks - 1)]), dtype, there)
         assert ya.psum({"a": True, "b": of(rank, torch.bool)[0]}, "tensor") == {"a": ranks, "b": ranks}
         large = ya.psum(torch.ones(3 << 20, dtype=torch.bool), "tensor")  # which gloo groups treat otherwise
-        assert large.dtype == torch.int64 and bool((large == ranks).all())
+        assert large.dtype == torch.int64
+        assert bool((large == ranks).all())
 
 
 def test_bools_of_one_rank_are_counted() -> None:
     for found in (ya.psum(torch.tensor([True]), "tensor"), ya.psum_scatter(torch.tensor([True]), "tensor")):
-        assert found.dtype == torch.int64 and bool((found == 1).all())
-    assert (
-        type(ya.psum(True, "tensor")) is int and ya.psum(torch.ones(1, dtype=torch.int8), "tensor").dtype == torch.int8
-    )
+        assert found.dtype == torch.int64
+        assert bool((found == 1).all())
+    assert type(ya.psum(True, "tensor")) is int
+    assert ya.psum(torch.ones(1, dtype=torch.int8), "tensor").dtype == torch.int8
 
 
 @on_ranks(2, 4)

@@ -55,7 +55,8 @@ def test_ranks_of_a_stage_say_so(pools: Pools, how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
         assert "RanksDisagree: ranks disagree on what blocks and losses communicate" in error
-        assert "psum over 'tensor' of torch.float" in error and "of one (visit 0, microbatch 0" in error
+        assert "psum over 'tensor' of torch.float" in error
+        assert "of one (visit 0, microbatch 0" in error
     assert all("CommunicationError" in error for error in errors[2:])
 
 
@@ -89,7 +90,8 @@ def alike(_: Any) -> list[float]:
 
 def test_what_has_no_derivative_goes_on_without_a_way_back(pools: Pools) -> None:
     first, second = pools[2].run(alike)
-    assert first == second and len(set(first)) == 3
+    assert first == second
+    assert len(set(first)) == 3
 
 
 def swapped(x: Tensor, each: int) -> Tensor:
@@ -155,7 +157,8 @@ def test_another_dtype_is_told_in_later_steps(pools: Pools, kind: str, ranks: in
     size = 16 * length * ranks
     assert "OrderChanged: forward of a (visit 0, microbatch 0, step 2): expected its collective 0 to be" in last[2]
     assert f"{kind} over 'tensor', " in last[2] and "bytes of torch.float32" in last[2], size
-    assert f"; got {kind} over 'tensor', " in last[2] and "bytes of torch.float64" in last[2]
+    assert f"; got {kind} over 'tensor', " in last[2]
+    assert "bytes of torch.float64" in last[2]
     assert all("CommunicationError" in said[2] for said in others)
 
 
@@ -217,16 +220,19 @@ def test_what_does_not_fit_is_told_in_the_first_step(mesh: Any, how: str) -> Non
         }
     (error,) = unfit(mesh, how, ranks, 0)
     assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
-    assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
+    assert words[how] in error
+    assert "forward of a (visit 0, microbatch 0, step 0): rank" in error
 
 
 @pytest.mark.nightly
 def test_what_does_not_fit_later_is_told_with_its_rows(pools: Pools) -> None:
     """On the rank whose perm is not the one before; of sizes, which may change, when the wait is over."""
     (*before, one), (*_, two) = pools[2].run(unfit, "perm", 2, 2)
-    assert before == ["returned"] * 2 and "CommunicationError" in one
+    assert before == ["returned"] * 2
+    assert "CommunicationError" in one
     assert "OrderChanged: forward of a (visit 0, microbatch 0, step 2): expected its collective 0 to be ppermute" in two
-    assert "rows to each rank (1, 0), from each (1, 0); got ppermute" in two and "(0, 0), from each (1, 0)" in two
+    assert "rows to each rank (1, 0), from each (1, 0); got ppermute" in two
+    assert "(0, 0), from each (1, 0)" in two
     (*before, one), _ = pools[2].run(unfit, "one", 2, 2)
     assert before == ["returned"] * 2
     assert "uneven all_to_all over tensor, rows to each rank (4, 4), from each (4, 3)" in one

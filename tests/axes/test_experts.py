@@ -104,7 +104,8 @@ def test_an_expert_takes_the_first_tokens_of_each_row(capacity: float | None, mo
     for row in range(3):
         want, (refused, *taken) = by_hand(w, x[row], most)
         torch.testing.assert_close(got[row], want, atol=1e-13, rtol=0.0)
-        assert routing.counts[row].tolist() == taken and (refused > 0) == (max(taken) > most) == (most < S - 5)
+        assert routing.counts[row].tolist() == taken
+        assert (refused > 0) == (max(taken) > most) == (most < S - 5)
 
 
 def test_what_the_cases_are_of() -> None:
@@ -133,7 +134,8 @@ def test_the_z_loss_is_a_mean_over_tokens() -> None:
     mean, aux = mixtral.loss(CONFIG, layer=watched, has_aux=True)(params, batch)
     weights = (batch["targets"] != -100).sum(1)
     want = (torch.stack(routers).mean(0) / S * weights).sum()
-    assert want > 0 and len(routers) == CONFIG.layers
+    assert want > 0
+    assert len(routers) == CONFIG.layers
     close(aux["router_z_loss"].total, want, "z")
     without = dataclasses.replace(CONFIG, router_z_coef=0.0)
     close(mean.total - mixtral.loss(without)(params, batch).total, 0.01 * want, "its part of the loss")

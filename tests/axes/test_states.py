@@ -111,7 +111,8 @@ def test_checkpoints_fit_any_axes(_: Any, tmp_path: Path) -> None:
         place = Path(folder) / str(number)
         save(place, state)
         saved, (state, _) = state, load(place, made(**axes))
-        assert state.step == 2 and ya.checksum(state) == sums
+        assert state.step == 2
+        assert ya.checksum(state) == sums
         equal(whole(state), want)
         assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
     # written beside the steps
@@ -137,7 +138,8 @@ def test_slots_of_units_on_one_rank_are_their_shards(_: Any) -> None:
     memory = state.memory
     program = step.program(state)
     units = {unit.id for unit in memory.units if unit.over}
-    assert memory.weights_alias == units and 0 < len(units) < len(memory.units)
+    assert memory.weights_alias == units
+    assert 0 < len(units) < len(memory.units)
     (slots,) = memory.idle
     held = {slot: unit for op in program.ops if isinstance(op, Gather) for unit, slot in zip(*op[:2], strict=True)}
     for slot, unit in held.items():
@@ -196,8 +198,10 @@ def test_programs_know_the_ranks_of_units(_: Any) -> None:
     trace = program.trace
     layers = {unit.name: unit for unit in trace.units if unit.layer == 0}
     split = layers["layers.split(tensor)[0]"]
-    assert split.over == ("tensor",) and trace.ranks_of(split) == 2
-    assert layers["layers[0]"].over == () and trace.ranks_of(layers["layers[0]"]) == 4
+    assert split.over == ("tensor",)
+    assert trace.ranks_of(split) == 2
+    assert layers["layers[0]"].over == ()
+    assert trace.ranks_of(layers["layers[0]"]) == 4
     # half of each leaf in a vector over two ranks, all of it in one over four
     assert split.numel == (3 * 16 * 16 - 16 * 16) // 2 + 16 * 16 // 2
     gathered = sum(unit.gather_bytes // trace.ranks_of(unit) * (trace.ranks_of(unit) - 1) for unit in _gathers(program))

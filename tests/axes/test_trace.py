@@ -61,7 +61,8 @@ def test_a_visit_lists_what_its_block_calls(pools: Pools) -> None:
     assert words(head.collectives) == ["pmax tensor 128", "psum tensor 128", "psum tensor 128"]
     assert words(head.adjoints) == ["psum tensor 128", "psum tensor 128"]  # pmax has none
     (between,) = here.between  # the loss puts positions together before the head
-    assert between.after == 2 and words(between.collectives) == ["all_gather tensor 2048"]
+    assert between.after == 2
+    assert words(between.collectives) == ["all_gather tensor 2048"]
     assert words(between.adjoints) == ["psum_scatter tensor 2048"]
     for other in others:
         assert other.between == here.between
@@ -248,14 +249,16 @@ def recorded(_: Any) -> str:
 def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
     measured = Timeline.from_json(pools[2].run(recorded)[0])
     predicted = simulate(zero3()(pools[2].run(traced, {"tensor": 2}, SEQUENCE)[0]), "a100-80g")
-    assert measured.inside and "in the collectives of blocks" in str(measured)
+    assert measured.inside
+    assert "in the collectives of blocks" in str(measured)
     of_visit = measured.trace.visits[1]
     forward, backward = (
         next(span for span in measured.spans if isinstance(span.op, kind) and span.op.visit == 1)
         for kind in (Forward, Backward)
     )
     own, adjoints = ([f"{c.kind} {c.axis}" for c in calls] for calls in of_visit[5:])
-    assert [each.name for each in forward.inside] == own and len(own) == 4
+    assert [each.name for each in forward.inside] == own
+    assert len(own) == 4
     assert [each.name for each in backward.inside] == [*own, *adjoints]
     (first, *_) = [span for span in predicted.spans if isinstance(span.op, Forward) and span.op.visit == 1]
     assert [each.name for each in first.inside] == own

@@ -204,7 +204,8 @@ def test_ranks_hold_what_is_predicted(
     none: tuple[str, ...],
 ) -> None:
     real = same(pools[world].run(on, mesh, held, cases, made))
-    assert all(real[item] > 0 for item in some) and not any(real[item] for item in none)
+    assert all(real[item] > 0 for item in some)
+    assert not any(real[item] for item in none)
 
 
 def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
@@ -254,7 +255,9 @@ def held_deterministic(mesh: Any, cases: list[HeldCase]) -> list[Compared]:
 def test_deterministic_meshes_hold_what_is_predicted(pools: Pools, world: int) -> None:
     """Nothing aliases at one rank, and reductions land in R shards."""
     real = same(pools[world].run(held_deterministic, [("fp32", "zero3", 2), ("bf16 wire", "zero2", 1)]))
-    assert real["weight_slots"] > 0 and real["grad_slots"] > 0 and real["receive"] > 0
+    assert real["weight_slots"] > 0
+    assert real["grad_slots"] > 0
+    assert real["receive"] > 0
 
 
 # ---- the peak
@@ -330,7 +333,8 @@ def agree(real: int, predicted: Memory, tolerance: float) -> None:
 def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
     real, predicted = measured(one_rank(), LARGE_HEAD, zero3(remat=remat), microbatches)
     agree(real, predicted, 0.01)
-    assert predicted.at.startswith("backward head") and predicted.logits > 0
+    assert predicted.at.startswith("backward head")
+    assert predicted.logits > 0
 
 
 @pytest.mark.parametrize("remat", ["none", "all"])
@@ -536,12 +540,14 @@ def test_items_add_up_and_recomputing_saves() -> None:
     assert predicted(remat="all").activations < found.activations
     few = predicted(2)
     many = predicted(64)
-    assert few.master > 30 * many.master and few.activations == many.activations
+    assert few.master > 30 * many.master
+    assert few.activations == many.activations
     (first, largest), *_ = found.largest()
     assert largest == max(found.itemised().values()) == found.itemised()[first]
     lines = str(found).splitlines()
     assert len(lines) == sum(map(bool, found.itemised().values())) + 1  # items of no bytes are left out
-    assert lines[-1].startswith("peak") and found.at in lines[-1]
+    assert lines[-1].startswith("peak")
+    assert found.at in lines[-1]
     assert any(line.startswith("gradient slots") and "GiB" in line for line in lines)
 
 
@@ -551,12 +557,15 @@ def test_what_does_not_fit_says_what_would(few: int) -> None:
     budget = found.peak_bytes - 5 * 2**30 // few
     assert found.why_not(found.peak_bytes) is None
     needed = found.why_not(budget)
-    assert needed is not None and f"{5 / few:.2f} GiB more than" in needed
+    assert needed is not None
+    assert f"{5 / few:.2f} GiB more than" in needed
     assert f"Largest: {found.largest()[0][0]} " in needed
     ranks = int(needed.split("A shard group of ")[1].split()[0])
-    assert ranks > few and predicted(ranks).peak_bytes <= budget
+    assert ranks > few
+    assert predicted(ranks).peak_bytes <= budget
     hopeless = found.why_not(2**20)
-    assert hopeless is not None and "would not fit on any number of ranks" in hopeless
+    assert hopeless is not None
+    assert "would not fit on any number of ranks" in hopeless
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def test_a_stage_holds_what_is_predicted(mesh: Any, order: str, precision: str, 
     assert predict_memory(program, device="cpu") == predict_memory(lowered, device="cpu")
     found = predict_memory(program.by_stage[state.memory.comms.stage], device="cpu").itemised()
     assert {name: found[name] for name in real} == real
-    assert real["carry_slots"] > 0 and (real["optimizer"] > 0 or optimizer == "sgd")
+    assert real["carry_slots"] > 0
+    assert real["optimizer"] > 0 or optimizer == "sgd"
 
 
 PEAKS = [

@@ -62,18 +62,21 @@ def test_changes_of_any_stage_can_be_built() -> None:
         config = StageConfig.of(point, part.trace)
         for _ in range(50):
             config = changes.of(config)
-            assert config.recomputed <= set(remat.layer_visits(part.trace)) and config.resident <= units
+            assert config.recomputed <= set(remat.layer_visits(part.trace))
+            assert config.resident <= units
         assert config.program(part.trace)
 
 
 def written(microbatches: int = 2, moves: int = 20, **options: object) -> Synthesized:
     trace = traced(microbatches=microbatches)
     found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)
-    assert found.synthesized is not None and found.program == found.synthesized.program == found(found.program.trace)
+    assert found.synthesized is not None
+    assert found.program == found.synthesized.program == found(found.program.trace)
     assert str(found.synthesized) in str(found)
     both = found.compared(tokens=512)
     assert [row.step_s for row in both.rows.values()] == [found.best.step_s, found.synthesized.step_s]
-    assert both.words == tuple(str(found.synthesized).splitlines()) and str(both).endswith(str(found.synthesized))
+    assert both.words == tuple(str(found.synthesized).splitlines())
+    assert str(both).endswith(str(found.synthesized))
     return found.synthesized
 
 
@@ -99,18 +102,22 @@ def expect_right(made: Synthesized, cluster: Cluster = SLOW) -> None:
     assert verify(made.program) == Program.from_json(made.program.to_json())
     assert simulate(made.program, cluster).seconds == pytest.approx(made.step_s)
     assert predict_memory(made.program).peak_bytes == made.peak_bytes
-    assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
+    assert made.least.seconds <= made.step_s * ROUNDING
+    assert made.step_s <= made.builder_s
 
 
 def test_a_step_without_stages() -> None:
     lines: list[str] = []
     made = written(report=lines.append)
     expect_right(made)
-    assert made.step_s < made.builder_s and not made.early
-    assert len(lines) >= 1 and all(line.startswith("move ") and "above the bound" in line for line in lines)
+    assert made.step_s < made.builder_s
+    assert not made.early
+    assert len(lines) >= 1
+    assert all(line.startswith("move ") and "above the bound" in line for line in lines)
     more = made.more(20)
     expect_right(more)
-    assert more.step_s <= made.step_s and more.moves == made.moves + 20 == 40
+    assert more.step_s <= made.step_s
+    assert more.moves == made.moves + 20 == 40
     same = written(moves=40)
     assert (same.program, same.moves, same.step_s) == (more.program, more.moves, more.step_s)
     assert made.more(10**6, seconds=0.0).early
@@ -129,12 +136,16 @@ def test_a_pipeline() -> None:
     made = found.synthesized
     assert made is not None
     expect_right(made, FAST)
-    assert made.program == found(found.program.trace) and made.step_s < made.builder_s
+    assert made.program == found(found.program.trace)
+    assert made.step_s < made.builder_s
     assert max(predict_memory(part).peak_bytes for part in made.program.by_stage) <= found.budget
-    assert found.stages is not None and found.stages.stages == 4 and len(made.design.configs) == 4
+    assert found.stages is not None
+    assert found.stages.stages == 4
+    assert len(made.design.configs) == 4
     same = pipeline(moves=8).synthesized
     more = made.more(2)
-    assert same is not None and (same.program, same.moves) == (more.program, more.moves)
+    assert same is not None
+    assert (same.program, same.moves) == (more.program, more.moves)
 
 
 def test_nothing_to_compare_where_nothing_was_written() -> None:

@@ -135,12 +135,15 @@ def test_match() -> None:
     crossed = check(overtaken, 0, "match", "message 0 from stage 0 to 1 is another")
     assert not right(overtaken)
     lines = str(crossed).splitlines()
-    assert lines[1] == "    messages from stage 0 to stage 1:" and lines[2].split() == ["stage", "0", "stage", "1"]
-    assert "(microbatch 1)" in lines[3].split("<-->")[0] and "(microbatch 0)" in lines[3].split("<-->")[1]
+    assert lines[1] == "    messages from stage 0 to stage 1:"
+    assert lines[2].split() == ["stage", "0", "stage", "1"]
+    assert "(microbatch 1)" in lines[3].split("<-->")[0]
+    assert "(microbatch 0)" in lines[3].split("<-->")[1]
     assert isinstance(first, Send)
     never = [op for op in PLAIN.stages[1] if not (isinstance(op, Send) and op.microbatch == 2)]
     slots = {op.carry_slot for op in PLAIN.stages[1] if isinstance(op, Send) and op.microbatch == 2}
-    assert len(slots) == 1 and len(never) < len(PLAIN.stages[1])
+    assert len(slots) == 1
+    assert len(never) < len(PLAIN.stages[1])
     check(edited(1, lambda ops: ops.__setitem__(slice(None), never)), 1, "flow", "nothing takes gradient 0 <- 1")
 
 
@@ -182,7 +185,8 @@ def test_a_host_may_wait_for_its_device() -> None:
     last = index(0, Forward, 2, made)
     ahead = edited(0, lambda ops: ops.insert(last, ops.pop(at)), made)
     refused = check(ahead, 0, "deadlock", r"receive gradient 0 <- 1 .*waits for stage 1, which waits, too")
-    assert refused.op == last and "stage 1 waits at op" in str(refused)
+    assert refused.op == last
+    assert "stage 1 waits at op" in str(refused)
 
 
 def test_communication_begins_in_the_order_in_which_it_was_issued() -> None:

@@ -31,7 +31,8 @@ def test_measured_and_beside_a_prediction(
     exec(MEASURED, names)
     exec(BOTH, names | {"predicted": predicted, "measured": names["timeline"]})
     out = capsys.readouterr().out
-    assert "measured, rank 0 of 1: " in out and "\npredicted over measured: step " in out
+    assert "measured, rank 0 of 1: " in out
+    assert "\npredicted over measured: step " in out
     assert sorted(os.listdir(tmp_path)) == ["both.png", "measured.json", "measured.png"]
     trace_events.check(Path("measured.json").read_text())
 

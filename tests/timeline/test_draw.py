@@ -170,7 +170,8 @@ def test_eighty_layers_are_numbered_where_there_is_room(tmp_path: Path) -> None:
     numbers = [int(text) for text in found if text.isdigit()]
     assert {0, 10, 20, 40, 70} <= set(numbers)
     assert len(numbers) < 200
-    assert "82 slots" in found and MANY_SLOTS < 82
+    assert "82 slots" in found
+    assert MANY_SLOTS < 82
     assert "forward and weights, layers 0 to 79" in found
 
 
@@ -264,7 +265,8 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
     timeline = by_hand()
     timeline._replace(spans=timeline.spans[:3]).perfetto(tmp_path / "x.json")
     found = json.loads((tmp_path / "x.json").read_text())
-    assert found["displayTimeUnit"] == "ms" and found["traceEvents"] == json.loads(EVENTS)
+    assert found["displayTimeUnit"] == "ms"
+    assert found["traceEvents"] == json.loads(EVENTS)
 
 
 @pytest.mark.parametrize("seconds", [1.0, 1 / 3, 1e-5 / 7])
@@ -310,11 +312,14 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
     trace = trace._replace(visits=(trace.visits[0], *visits))
     program = zero3(remat=remat.offload())(trace)
     timeline = simulate(program, PLAIN.replace(host_bandwidth=256.0))
-    assert timeline.busy("offload") == pytest.approx(6 * 16.0) and timeline.comm_s >= timeline.busy("offload")
+    assert timeline.busy("offload") == pytest.approx(6 * 16.0)
+    assert timeline.comm_s >= timeline.busy("offload")
     assert {"offload", "fetch"} <= set(timeline.bubbles())
-    assert "96.0 s" in str(timeline).splitlines()[4] and "waiting for fetches" in str(timeline)
+    assert "96.0 s" in str(timeline).splitlines()[4]
+    assert "waiting for fetches" in str(timeline)
     found = drawn(timeline, tmp_path)
-    assert "offload" in found and "idle: waiting for fetches" in found
+    assert "offload" in found
+    assert "idle: waiting for fetches" in found
     assert "offload" not in drawn(simulated(5), tmp_path)
     events = [event for event in document([timeline])["traceEvents"] if event.get("cat") in ("offload", "fetch")]
     assert [event["name"] for event in events][:3] == [f"offload a[{k}] <- carry slot {k % 2}" for k in range(3)]
@@ -331,7 +336,9 @@ def test_pipelines_beside_each_other(tmp_path: Path) -> None:
     two = two._replace(title="two")
     one.save(tmp_path / "x.svg", beside=two)
     picture = (tmp_path / "x.svg").read_text()
-    assert picture.count(">stage 1<") == 2 and ">one<" in picture and ">two<" in picture
+    assert picture.count(">stage 1<") == 2
+    assert ">one<" in picture
+    assert ">two<" in picture
     one.perfetto(tmp_path / "x.json", beside=two)
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

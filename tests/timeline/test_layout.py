@@ -47,7 +47,8 @@ def test_a_slot_that_holds_odd_layers_is_numbered_like_one_that_holds_even_ones(
         [Bar("slot", k, k + 1.0, GREY, text=str(2 * k + odd), number=2 * k + odd) for k in range(20)] for odd in (0, 1)
     ]
     even, odd = ([label.text for label in labels(bars, 7.0, on)] for bars in held)
-    assert even == ["0", "10", "20", "30"] and odd == ["5", "15", "25", "35"]
+    assert even == ["0", "10", "20", "30"]
+    assert odd == ["5", "15", "25", "35"]
 
 
 @pytest.mark.parametrize("microbatches", [16, 64])
@@ -64,7 +65,8 @@ def test_numbers_of_calls_are_clear_of_each_other(microbatches: int) -> None:
             middle = x / axes.get_xlim()[1] * inches
             half = wide(text.get_text(), TEXT) / 2
             rows.setdefault(y, []).append((middle - half, middle + half))
-    assert len(rows) == 4 and min(map(len, rows.values())) >= 8
+    assert len(rows) == 4
+    assert min(map(len, rows.values())) >= 8
     for edges in rows.values():
         for (_, end), (start, _) in itertools.pairwise(edges):
             assert start - end >= 0.999 * CLEAR

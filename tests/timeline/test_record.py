@@ -45,10 +45,12 @@ def check(timeline: Timeline, title: str) -> None:
     for stream in timeline.streams:
         for one, two in itertools.pairwise(timeline.on(stream)):
             assert one.end <= two.start
-            assert two.cause is not None and at[two.cause].end >= one.end
+            assert two.cause is not None
+            assert at[two.cause].end >= one.end
     assert timeline.seconds == max(span.end for span in timeline.spans)
     path = timeline.critical_path()
-    assert path[-1].end == timeline.seconds and path[0].cause is None
+    assert path[-1].end == timeline.seconds
+    assert path[0].cause is None
     assert sum(gap.end - gap.start for gap in timeline.idle()) + timeline.compute_s == pytest.approx(timeline.seconds)
 
 
@@ -145,7 +147,8 @@ def test_spans_last_as_long_as_the_work(mesh: Mesh) -> None:
     gathers = [span for span in timeline.spans if isinstance(span.op, Gather)]
     assert all(span.seconds >= 0.004 for span in gathers)
     first, *_ = timeline.idle()
-    assert first.end - first.start >= 0.004 and first.cause == gathers[0].number
+    assert first.end - first.start >= 0.004
+    assert first.cause == gathers[0].number
 
 
 # ---- one rank
