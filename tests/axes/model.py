@@ -75,18 +75,24 @@ def positions(length: int, rank: int, zigzag: bool) -> Tensor:
 
 def attention(q: Tensor, k: Tensor, v: Tensor, zigzag: bool) -> Tensor:
     """A ring over `context`: causal by the places of tokens, with one softmax over all of it."""
-    n, me, length = ya.axis_size("context"), ya.axis_index("context"), q.shape[2]
+    n = ya.axis_size("context")
+    me = ya.axis_index("context")
+    length = q.shape[2]
     ring = [(i, (i + 1) % n) for i in range(n)]
     mine = positions(length, me, zigzag)
     most = torch.full(q.shape[:3], -math.inf, dtype=q.dtype)
-    weight, out = torch.zeros_like(most), torch.zeros_like(q)
+    weight = torch.zeros_like(most)
+    out = torch.zeros_like(q)
     for step in range(n):
         theirs = positions(length, (me - step) % n, zigzag)
         scores = (q @ k.mT / math.sqrt(D)).masked_fill(mine[:, None] < theirs, -math.inf)
         new = torch.maximum(most, scores.amax(-1)).detach()
         base = torch.where(new.isinf(), 0.0, new)
-        scale, each = torch.exp(most - base).detach(), torch.exp(scores - base[..., None])
-        weight, out, most = weight * scale + each.sum(-1), out * scale[..., None] + each @ v, new
+        scale = torch.exp(most - base).detach()
+        each = torch.exp(scores - base[..., None])
+        weight = weight * scale + each.sum(-1)
+        out = out * scale[..., None] + each @ v
+        most = new
         if step + 1 < n:
             k, v = ya.ppermute((k, v), "context", ring)
     return out / weight[..., None]

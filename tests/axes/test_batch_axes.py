@@ -21,7 +21,8 @@ from yafsdp_fn.util.randomness import acting_over
 
 
 def batches(_: Any) -> None:
-    config, every = config_of(Case({}, CONTEXT)), batch_of(0)
+    config = config_of(Case({}, CONTEXT))
+    every = batch_of(0)
     for axes, name in ((CONTEXT, "context"), (TENSOR, "tensor"), (SEQUENCE, "tensor")):
         mesh = mesh_of(**{name: 2})
         state = ya.init(llama.params(config, **axes.options), mesh=mesh)
@@ -107,7 +108,8 @@ def test_an_axis_that_nothing_uses(_: Any) -> None:
     mesh = mesh_of(tensor=2)
     x = torch.arange(4.0, dtype=torch.float64)
     own = x.chunk(2)[mesh.get_rank()]
-    same, parts = "the ranks of tensor all do the same: their batches are equal", "leaves are split over tensor, and"
+    same = "the ranks of tensor all do the same: their batches are equal"
+    parts = "leaves are split over tensor, and"
     for loss, split, batch, text in (
         (summed, False, x, same),
         (summed, False, own, ""),  # as over shard
@@ -156,7 +158,8 @@ def test_ranks_of_tensor_with_batches_of_their_own(mesh: Any) -> None:
     ranks = mesh.size()
     assert mixed(mesh, ranks, "") == []
     said = mixed(mesh, ranks, "own")
-    assert len(said) == 3 and all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
+    assert len(said) == 3
+    assert all(s.startswith("ranks of tensor have other batches, and leaves are") for s in said)
 
 
 @on_ranks(2)

@@ -135,7 +135,8 @@ def test_maxima_trees_uneven_parts_and_large_tensors(_: Any) -> None:
         with pytest.raises(NotImplementedError, match="pmax has no derivative"):
             torch.func.jvp(lambda x: ya.pmax(x, "tensor"), (x.detach(),), (x.detach(),))
         both = ya.psum({"a": torch.ones(2), "b": 3}, "tensor")
-        assert both["a"].tolist() == [2, 2] and both["b"] == 6
+        assert both["a"].tolist() == [2, 2]
+        assert both["b"] == 6
         # uneven parts, and back
         rows = drawn((sum(UNEVEN[rank]), 2), rank).requires_grad_()
         sizes = {"split_sizes": UNEVEN[rank], "concat_sizes": [UNEVEN[k][rank] for k in range(2)]}
@@ -151,7 +152,8 @@ def test_maxima_trees_uneven_parts_and_large_tensors(_: Any) -> None:
 
 @on_ranks(2, 3, 4)
 def test_bools_are_counted_and_integers_stay(every: Any) -> None:
-    ranks, rank = every.size(), every.get_rank()
+    ranks = every.size()
+    rank = every.get_rank()
     mine = slice(2 * rank, 2 * rank + 2)
     uneven = {"split_sizes": [2] * ranks, "concat_sizes": [2] * ranks}
 
@@ -161,12 +163,15 @@ def test_bools_are_counted_and_integers_stay(every: Any) -> None:
         return torch.arange(2 * ranks) % ranks <= rank if dtype == torch.bool else numbers.to(dtype)
 
     def told(x: Tensor, dtype: torch.dtype, want: Tensor) -> None:
-        assert x.dtype == dtype and x.tolist() == want.to(dtype).tolist()
+        assert x.dtype == dtype
+        assert x.tolist() == want.to(dtype).tolist()
 
     with acting_over(communicators(mesh_of(tensor=ranks))):
         for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
-            given, all_of = of(rank, dtype), torch.stack([of(r, dtype) for r in range(ranks)])
-            total, counted = all_of.long().sum(0), torch.int64 if dtype == torch.bool else dtype
+            given = of(rank, dtype)
+            all_of = torch.stack([of(r, dtype) for r in range(ranks)])
+            total = all_of.long().sum(0)
+            counted = torch.int64 if dtype == torch.bool else dtype
             told(ya.psum(given, "tensor"), counted, total)
             told(ya.psum_scatter(given, "tensor", tiled=True), counted, total[mine])
             told(torch.vmap(lambda x: ya.psum(x, "tensor"))(given[None])[0], counted, total)
@@ -179,21 +184,23 @@ def test_bools_are_counted_and_integers_stay(every: Any) -> None:
             told(ya.ppermute(given, "tensor", [(0, ranks - 1)]), dtype, there)
         assert ya.psum({"a": True, "b": of(rank, torch.bool)[0]}, "tensor") == {"a": ranks, "b": ranks}
         large = ya.psum(torch.ones(3 << 20, dtype=torch.bool), "tensor")  # which gloo groups treat otherwise
-        assert large.dtype == torch.int64 and bool((large == ranks).all())
+        assert large.dtype == torch.int64
+        assert bool((large == ranks).all())
 
 
 def test_bools_of_one_rank_are_counted() -> None:
     for found in (ya.psum(torch.tensor([True]), "tensor"), ya.psum_scatter(torch.tensor([True]), "tensor")):
-        assert found.dtype == torch.int64 and bool((found == 1).all())
-    assert (
-        type(ya.psum(True, "tensor")) is int and ya.psum(torch.ones(1, dtype=torch.int8), "tensor").dtype == torch.int8
-    )
+        assert found.dtype == torch.int64
+        assert bool((found == 1).all())
+    assert type(ya.psum(True, "tensor")) is int
+    assert ya.psum(torch.ones(1, dtype=torch.int8), "tensor").dtype == torch.int8
 
 
 @on_ranks(2, 4)
 def test_a_thread_does_not_know_the_mesh(every: Any) -> None:
     ranks = every.size()
-    mesh, x = mesh_of(tensor=ranks), torch.ones(2)
+    mesh = mesh_of(tensor=ranks)
+    x = torch.ones(2)
     state = ya.init({"a": {"w": ya.Param((2,))}}, ya.optim.sgd(0.1), mesh=mesh)
 
     def block(w: Any, x: Tensor) -> Tensor:

@@ -77,7 +77,8 @@ def test_one_graph_is_refused_by_torch(_: Any) -> None:
 @on_ranks(2)
 @pytest.mark.nightly
 def test_layers_of_llama(_: Any) -> None:
-    config, mesh = config_of(Case({}, SEQUENCE)), mesh_of(tensor=2)
+    config = config_of(Case({}, SEQUENCE))
+    mesh = mesh_of(tensor=2)
     state = ya.init(wide(llama.params(config, axes=SEQUENCE)), mesh=mesh, precision=FLOAT64)
     layer = torch.compile(llama.over(SEQUENCE).block(config), backend="aot_eager")
     found = [

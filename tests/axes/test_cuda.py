@@ -35,9 +35,11 @@ DAYS = ("kept", "recomputed", "whole leaves")
 def day(mesh: Any, device: torch.device, which: str) -> list[Any]:
     """Some steps, and whole values; what a user might look at."""
     inner = optim.muon(1e-2, dtype=None) if which == "whole leaves" else optim.adamw(1e-2)
-    page, tx = example(), optim.chain(optim.clip_by_global_norm(0.1), inner)
+    page = example()
+    tx = optim.chain(optim.clip_by_global_norm(0.1), inner)
     schedule = zero3(remat="all") if which == "recomputed" else zero3()
-    state, out = ya.init(page["params"], tx, mesh=mesh), list[Any]()
+    state = ya.init(page["params"], tx, mesh=mesh)
+    out = list[Any]()
     step = ya.train_step(page["loss_fn"], tx, schedule=schedule, microbatches=2)
     for _ in range(4):
         state, metrics = step(state, {name: x.to(device) for name, x in batch().items()})
@@ -69,7 +71,8 @@ def test_days_without_races(in_child: Callable[..., Any], axes: dict[str, int], 
 
 def launched(axes: dict[str, int], schedule: Any, rank: int) -> Log:
     """The log of one rank's steps."""
-    page, tx = example(), optim.adamw(1e-2)
+    page = example()
+    tx = optim.adamw(1e-2)
     with fake_cuda() as device, rank_of(axes, rank=rank) as mesh:
         stages = None
         if "stage" in axes:
@@ -115,7 +118,8 @@ def used() -> tuple[set[str], set[str]]:
         patch.setattr(
             "yafsdp_fn.communication.communicators.make_communicator", lambda group, device: made.append(group)
         )
-        page, comms = example(), communicators(mesh)
+        page = example()
+        comms = communicators(mesh)
         state = ya.init(page["params"], optim.sgd(0.1), mesh=mesh)
         every = {each.process_group for each in (*comms.groups, *comms.along.values(), comms.metrics_group)}
         met = {each.group_desc for each in every if each.issued or each in made}

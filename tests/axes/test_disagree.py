@@ -29,7 +29,8 @@ WRONG: dict[str, Callable[[Tensor], Tensor]] = {
 def told_in_a_stage(_: Any, how: str, traced: bool) -> str:
     """The same in the first stage of two, where a program runs from the first step on; the other stage waits for it.
     traced: on fake tensors, too"""
-    mesh, rank = breakable_stages(2, tensor=2), torch.distributed.get_rank()
+    mesh = breakable_stages(2, tensor=2)
+    rank = torch.distributed.get_rank()
     tree = {name: {"w": ya.Param((4,), split={"tensor": -1})} for name in ("one", "two")}
     stages = Assignment(units=((0,), (1,)), homes=(0, 1))
     state = ya.init(tree, TX, mesh=mesh, stages=stages)
@@ -54,7 +55,8 @@ def test_ranks_of_a_stage_say_so(pools: Pools, how: str) -> None:
     errors = pools[4].run(told_in_a_stage, how, False)
     for error in errors[:2]:
         assert "RanksDisagree: ranks disagree on what blocks and losses communicate" in error
-        assert "psum over 'tensor' of torch.float" in error and "of one (visit 0, microbatch 0" in error
+        assert "psum over 'tensor' of torch.float" in error
+        assert "of one (visit 0, microbatch 0" in error
     assert all("CommunicationError" in error for error in errors[2:])
 
 
@@ -78,7 +80,8 @@ def alike(_: Any) -> list[float]:
         x, counts = ya.scan(block, x, params["layers"])
         return (x.sum() * ya.psum(counts, "tensor").mean()).tanh()
 
-    step, losses = ya.train_step(loss, TX), []
+    step = ya.train_step(loss, TX)
+    losses = []
     for _ in range(3):
         state, metrics = step(state, torch.full((2,), 0.1))
         losses.append(metrics["loss"].item())
@@ -87,7 +90,8 @@ def alike(_: Any) -> list[float]:
 
 def test_what_has_no_derivative_goes_on_without_a_way_back(pools: Pools) -> None:
     first, second = pools[2].run(alike)
-    assert first == second and len(set(first)) == 3
+    assert first == second
+    assert len(set(first)) == 3
 
 
 def swapped(x: Tensor, each: int) -> Tensor:
@@ -107,7 +111,9 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def steps(ranks: int, block: Callable[[Tensor, int], Tensor], lengths: tuple[int, ...]) -> list[str]:
     """What becomes of steps on batches of these lengths, whose one block is told the number of the step."""
-    mesh, now, said = breakable_stages(1, tensor=ranks), {"step": 0}, list[str]()
+    mesh = breakable_stages(1, tensor=ranks)
+    now = {"step": 0}
+    said = list[str]()
     state = ya.init({"a": {"w": ya.Param((4,))}}, TX, mesh=mesh)
 
     def loss(params: Any, x: Tensor) -> Tensor:
@@ -151,7 +157,8 @@ def test_another_dtype_is_told_in_later_steps(pools: Pools, kind: str, ranks: in
     size = 16 * length * ranks
     assert "OrderChanged: forward of a (visit 0, microbatch 0, step 2): expected its collective 0 to be" in last[2]
     assert f"{kind} over 'tensor', " in last[2] and "bytes of torch.float32" in last[2], size
-    assert f"; got {kind} over 'tensor', " in last[2] and "bytes of torch.float64" in last[2]
+    assert f"; got {kind} over 'tensor', " in last[2]
+    assert "bytes of torch.float64" in last[2]
     assert all("CommunicationError" in said[2] for said in others)
 
 
@@ -172,13 +179,15 @@ def test_batches_of_another_dtype_go_on(_: Any) -> None:
 
 def rows_of(how: str, rank: int, ranks: int, wrong: bool) -> Callable[[Tensor], Tensor]:
     """An exchange of four rows with each rank, or a ring, but for what is wrong."""
-    sent, taken = [4] * ranks, [4] * ranks
+    sent = [4] * ranks
+    taken = [4] * ranks
     ring = [(k, (k + 1) % ranks) for k in range(ranks)]
     if how == "perm":
         back = [(b, a) for a, b in ring] if ranks > 2 else [(0, 1)]
         return lambda x: ya.ppermute(x, "tensor", back if wrong and rank == 1 else ring)
     if wrong and how == "alike":  # on all ranks, and yet they do not fit
-        sent, taken = [5, *[4] * (ranks - 2), 3], [5, *[4] * (ranks - 2), 3]
+        sent = [5, *[4] * (ranks - 2), 3]
+        taken = [5, *[4] * (ranks - 2), 3]
     elif wrong and rank == 0:  # "one": it takes less of the last rank than that sends
         taken[-1] = 3
     return lambda x: ya.all_to_all(x, "tensor", 0, 0, tiled=True, split_sizes=sent, concat_sizes=taken)
@@ -211,16 +220,19 @@ def test_what_does_not_fit_is_told_in_the_first_step(mesh: Any, how: str) -> Non
         }
     (error,) = unfit(mesh, how, ranks, 0)
     assert error.startswith("yafsdp_fn.communication.agreement.RanksDisagree: ranks disagree on ")
-    assert words[how] in error and "forward of a (visit 0, microbatch 0, step 0): rank" in error
+    assert words[how] in error
+    assert "forward of a (visit 0, microbatch 0, step 0): rank" in error
 
 
 @pytest.mark.nightly
 def test_what_does_not_fit_later_is_told_with_its_rows(pools: Pools) -> None:
     """On the rank whose perm is not the one before; of sizes, which may change, when the wait is over."""
     (*before, one), (*_, two) = pools[2].run(unfit, "perm", 2, 2)
-    assert before == ["returned"] * 2 and "CommunicationError" in one
+    assert before == ["returned"] * 2
+    assert "CommunicationError" in one
     assert "OrderChanged: forward of a (visit 0, microbatch 0, step 2): expected its collective 0 to be ppermute" in two
-    assert "rows to each rank (1, 0), from each (1, 0); got ppermute" in two and "(0, 0), from each (1, 0)" in two
+    assert "rows to each rank (1, 0), from each (1, 0); got ppermute" in two
+    assert "(0, 0), from each (1, 0)" in two
     (*before, one), _ = pools[2].run(unfit, "one", 2, 2)
     assert before == ["returned"] * 2
     assert "uneven all_to_all over tensor, rows to each rank (4, 4), from each (4, 3)" in one

@@ -46,4 +46,5 @@ def test_the_picture_is_made_by_the_page(tmp_path: Path, monkeypatch: pytest.Mon
     exec(PAGE.read_text().split("```python\n")[2].split("```")[0], space)
     assert (tmp_path / "axes.png").read_bytes()[1:4] == b"PNG"
     for line in "in layers[0] to layers[5]: all_gather tensor (131,072.0 KiB), psum_scatter tensor", "; backward: ":
-        assert line in str(space["program"]) and line.strip() in PAGE.read_text()
+        assert line in str(space["program"])
+        assert line.strip() in PAGE.read_text()

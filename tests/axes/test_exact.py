@@ -88,7 +88,8 @@ def plain(of: Options, microbatches: int = 1) -> tuple[Any, Any, list[dict[str, 
     each draws its own random numbers"""
     state = ya.PlainState.create(params(of), optimizer())
     both = ya.value_and_grad(loss_of(of), microbatches=microbatches)(state.params, batch_of(0))
-    step, metrics = ya.train_step(loss_of(of), optimizer(), microbatches=microbatches), []
+    step = ya.train_step(loss_of(of), optimizer(), microbatches=microbatches)
+    metrics = []
     for number in range(STEPS):
         state, found = step(state, batch_of(number))
         metrics.append(found)
@@ -129,7 +130,8 @@ def exact(_: Any, axes: dict[str, int], of: Options, schedule: str, microbatches
             close(found["grad_norm"], metrics[number]["grad_norm"], "norm")
     own = step.program(state).stages[state.memory.comms.stage]
     assert any(isinstance(op, Stash) for op in own) == (schedule == "secondary")
-    spans, computes = recording.timeline().spans, (Forward, Backward)
+    spans = recording.timeline().spans
+    computes = (Forward, Backward)
     assert [span.op for span in spans if isinstance(span.op, computes)] == [
         op for op in own if isinstance(op, computes)
     ]
@@ -233,7 +235,8 @@ def bits(_: Any, axes: dict[str, int], schedule: str) -> Any:
     """Losses and norms of three steps, and the parameters, in float32. One rank of `shard`, or two."""
     mesh = ya.mesh(device="cpu", deterministic=4, **axes)
     state = ya.init(params(NOISY), optimizer(), mesh=mesh, precision=ya.Precision(torch.float32))
-    step, found = ya.train_step(loss_of(NOISY), optimizer(), schedule=SCHEDULES[schedule]), list[Any]()
+    step = ya.train_step(loss_of(NOISY), optimizer(), schedule=SCHEDULES[schedule])
+    found = list[Any]()
     for number in range(STEPS):
         state, metrics = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
         found += [metrics["loss"], metrics["grad_norm"]]

@@ -79,7 +79,9 @@ CONFIG = mixtral.Config(**SIZE, max_length=2 * S, **ROUTER)
 
 def by_hand(w: dict[str, Tensor], x: Tensor, most: int) -> tuple[Tensor, list[int]]:
     """The feed-forward network of one row [S, E], a token at a time; how often an expert was chosen, and refused."""
-    y, taken, refused = torch.zeros_like(x), [0] * CONFIG.experts, 0
+    y = torch.zeros_like(x)
+    taken = [0] * CONFIG.experts
+    refused = 0
     for token, row in enumerate(x):
         scores = (w[mixtral.GATE] @ row).softmax(-1)
         best, chosen = scores.topk(CONFIG.chosen)
@@ -102,7 +104,8 @@ def test_an_expert_takes_the_first_tokens_of_each_row(capacity: float | None, mo
     for row in range(3):
         want, (refused, *taken) = by_hand(w, x[row], most)
         torch.testing.assert_close(got[row], want, atol=1e-13, rtol=0.0)
-        assert routing.counts[row].tolist() == taken and (refused > 0) == (max(taken) > most) == (most < S - 5)
+        assert routing.counts[row].tolist() == taken
+        assert (refused > 0) == (max(taken) > most) == (most < S - 5)
 
 
 def test_what_the_cases_are_of() -> None:
@@ -111,13 +114,15 @@ def test_what_the_cases_are_of() -> None:
     loss = mixtral.loss(config, has_aux=True)
     _, aux = loss(ya.materialize(wide(mixtral.params(config))), batch_of(0, alike=True))
     assert (aux["expert_load"].total[0] == 0).any()
-    params, limits = ya.materialize(wide(mixtral.params(CONFIG))), (None, 0.5, 0.6, 0.7, 1.0)
+    params = ya.materialize(wide(mixtral.params(CONFIG)))
+    limits = (None, 0.5, 0.6, 0.7, 1.0)
     totals = {float(mixtral.loss(CONFIG, capacity=limit)(params, batch_of(0)).total) for limit in limits}
     assert len(totals) == len(limits)
 
 
 def test_the_z_loss_is_a_mean_over_tokens() -> None:
-    params, batch = ya.materialize(wide(mixtral.params(CONFIG))), batch_of(0)
+    params = ya.materialize(wide(mixtral.params(CONFIG)))
+    batch = batch_of(0)
     routers: list[Tensor] = []
     layer = mixtral.block(CONFIG)
 
@@ -129,7 +134,8 @@ def test_the_z_loss_is_a_mean_over_tokens() -> None:
     mean, aux = mixtral.loss(CONFIG, layer=watched, has_aux=True)(params, batch)
     weights = (batch["targets"] != -100).sum(1)
     want = (torch.stack(routers).mean(0) / S * weights).sum()
-    assert want > 0 and len(routers) == CONFIG.layers
+    assert want > 0
+    assert len(routers) == CONFIG.layers
     close(aux["router_z_loss"].total, want, "z")
     without = dataclasses.replace(CONFIG, router_z_coef=0.0)
     close(mean.total - mixtral.loss(without)(params, batch).total, 0.01 * want, "its part of the loss")

@@ -31,7 +31,8 @@ def test_masks_are_rows_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, docume
             for mask, rows, want_rows in zip(found, at.chunk(2), want.chunk(2, 1), strict=True):
                 end = int(rows[-1]) + 1
                 if mask is None:
-                    assert not documents and (window is None or window >= end)
+                    assert not documents
+                    assert window is None or window >= end
                     seen = torch.ones(len(rows), end).tril(end - len(rows)) > 0
                     mask = torch.zeros(len(rows), end).masked_fill(~seen, -torch.inf)
                 assert set(mask.unique().tolist()) <= {0.0, -torch.inf}

@@ -90,7 +90,8 @@ def wide(params: Any) -> Any:
 def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
     """Value and gradients of the first batch, losses and norms of the steps, and the parameters after them."""
     both = ya.value_and_grad(loss, **options)(state.params, cut(batch_of(0, case.documents, case.alike)))
-    step, found = ya.train_step(loss, optimizer(), **options), []
+    step = ya.train_step(loss, optimizer(), **options)
+    found = []
     for number in range(STEPS):
         state, metrics = step(state, cut(batch_of(number, case.documents, case.alike)))
         found.append((metrics["loss"], metrics["grad_norm"]))
@@ -100,7 +101,8 @@ def trained(case: Case, state: Any, loss: Any, cut: Any, **options: Any) -> Any:
 def stages_of(case: Case) -> Any:
     if "stage" not in case.mesh:
         return None
-    config, family = config_of(case), FAMILIES[case.family]
+    config = config_of(case)
+    family = FAMILIES[case.family]
     params = family.params(config, **case.axes.options)
     trace = ya.planner.trace(family.loss(config), params, batch_of(0, case.documents))
     return assign(trace, case.mesh["stage"])
@@ -198,7 +200,8 @@ class Shapes(TorchDispatchMode):
 
 @on_ranks(2)
 def test_no_rank_has_all_logits(_: Any) -> None:
-    leaf, mesh = {"w": ya.Param((10, 8), split={"tensor": -2})}, ya.mesh(tensor=2, device="cpu")
+    leaf = {"w": ya.Param((10, 8), split={"tensor": -2})}
+    mesh = ya.mesh(tensor=2, device="cpu")
     generator = torch.Generator().manual_seed(1)
     x, matrix = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((2, 6, 8), (10, 8)))
     targets = torch.randint(10, (2, 6), generator=generator)
@@ -227,8 +230,10 @@ def test_no_rank_has_all_logits(_: Any) -> None:
 @on_ranks(2)
 def test_rounding_in_bf16(_: Any) -> None:
     """Gradients in bf16 are as far from those in float64 with the layers over two ranks as on one."""
-    case, apart = Case({"tensor": 2}, TENSOR), []
-    config, mesh = config_of(case), ya.mesh(tensor=2, device="cpu")
+    case = Case({"tensor": 2}, TENSOR)
+    apart = []
+    config = config_of(case)
+    mesh = ya.mesh(tensor=2, device="cpu")
     for axes, dtype in ((Axes(), torch.float64), (Axes(), torch.bfloat16), (TENSOR, torch.bfloat16)):
         precision = ya.Precision(torch.float64, dtype) if dtype == torch.bfloat16 else FLOAT64
         state = ya.init(wide(llama.params(config, axes=axes)), mesh=mesh, precision=precision)
@@ -248,7 +253,8 @@ STAGED = Case({"stage": 2, "tensor": 2}, TENSOR)
 
 def written(_: Any, folder: str) -> Any:
     """Weights of a step on stages and tensor, as files for transformers, and whole."""
-    config, mesh = config_of(STAGED), ya.mesh(device="cpu", **STAGED.mesh)
+    config = config_of(STAGED)
+    mesh = ya.mesh(device="cpu", **STAGED.mesh)
     state = ya.init(llama.params(config, axes=TENSOR), optimizer(), mesh=mesh, stages=stages_of(STAGED))
     state, _ = ya.train_step(llama.loss(config, axes=TENSOR), optimizer())(state, batch_of(0))
     llama.hf.save(folder, config, state.params)
@@ -270,7 +276,8 @@ def test_transformers_reads_what_stages_and_tensor_have_trained(pools: Pools, tm
 
 @on_ranks(2)
 def test_what_cannot_be_is_refused_by_name(_: Any) -> None:
-    mesh, batch = ya.mesh(tensor=2, device="cpu"), batch_of(0)
+    mesh = ya.mesh(tensor=2, device="cpu")
+    batch = batch_of(0)
 
     def run(made: Axes, run: Axes, batch: dict[str, Tensor] = batch, **more: Any) -> None:
         config = config_of(Case({}, run, more))
@@ -324,10 +331,14 @@ INFERENCE = {
 @pytest.mark.parametrize("case", by_name(INFERENCE))
 def test_inference(_: Any, case: Case) -> None:
     """Scores of the next token, of targets, and token by token, outside of a step."""
-    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
-    mesh, plain = ya.mesh(device="cpu", **case.mesh), ya.materialize(wide(family.params(config)))
+    config = config_of(case)
+    family = FAMILIES[case.family]
+    axes = case.axes
+    mesh = ya.mesh(device="cpu", **case.mesh)
+    plain = ya.materialize(wide(family.params(config)))
     state = ya.init(wide(family.params(config, **axes.options)), mesh=mesh, precision=FLOAT64)
-    over, batch = family.over(axes), batch_of(0)
+    over = family.over(axes)
+    batch = batch_of(0)
     mine = axes.shard_batch(batch, mesh)
     want = axes.shard_batch(family.logits(config, plain, batch["tokens"]), mesh)
     close(over.logits(config, state.params, mine["tokens"]), want, "logits")
@@ -339,7 +350,8 @@ def test_inference(_: Any, case: Case) -> None:
         with pytest.raises(NotImplementedError, match="decode: over context, keys and values would be on several"):
             decoding.decode(over, config, state.params, mine["tokens"], decoding.init_cache(over, config, 4, S), 0)
         return
-    ranks, tokens = case.mesh.get("tensor", 1), mine["tokens"]
+    ranks = case.mesh.get("tensor", 1)
+    tokens = mine["tokens"]
     cache = decoding.init_cache(over, config, len(tokens), S, torch.float64, ranks=ranks)
     first = decoding.decode(over, config, state.params, tokens[:, :-2], cache, 0)
     rest = [decoding.decode(over, config, state.params, tokens[:, at, None], cache, at) for at in (S - 2, S - 1)]

@@ -58,10 +58,12 @@ def whole(tree: Any) -> Any:
 
 
 def exact(_: Any, case: Case, dtype: Any) -> None:
-    mesh, axes = ya.mesh(device="cpu", **case.mesh), case.axes
+    mesh = ya.mesh(device="cpu", **case.mesh)
+    axes = case.axes
     state = ya.init(adapted(case, axes, dtype), optimizer(), mesh=mesh, precision=FLOAT64)
     loss = FAMILIES[case.family].loss(config_of(case), axes=axes)
-    got, want = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh)), plain(case.family, dtype)
+    got = trained(case, state, loss, functools.partial(axes.shard_batch, mesh=mesh))
+    want = plain(case.family, dtype)
     close(got[0], want[0], "loss")
     close(whole(got[1]), whole(want[1]), "gradient")
     close(got[2], want[2], "metrics")
@@ -99,8 +101,10 @@ def batch() -> Any:
 def test_checkpoints_merging_and_files(_: Any, tmp_path: Path) -> None:
     """Trained, saved and loaded on other axes; merged; as files of transformers and peft; from tensors."""
     folder = str(tmp_path)
-    mesh, alone = ya.mesh(tensor=2, device="cpu"), ya.mesh(device="cpu")
-    tree, tx = adapted(LLAMA, TENSOR, where=None), optimizer()
+    mesh = ya.mesh(tensor=2, device="cpu")
+    alone = ya.mesh(device="cpu")
+    tree = adapted(LLAMA, TENSOR, where=None)
+    tx = optimizer()
     state = ya.init(tree, tx, mesh=mesh)
     again = ya.shard(WITHOUT(ya.materialize(tree)), like=tree, mesh=mesh)
     equal(again.params, state.params)

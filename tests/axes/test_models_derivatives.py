@@ -26,9 +26,12 @@ CASES = {
 @on_ranks(2)
 @pytest.mark.parametrize("case", by_name(CASES, "uneven"))
 def test_second_derivatives(_: Any, case: Case) -> None:
-    config, family, axes = config_of(case), FAMILIES[case.family], case.axes
+    config = config_of(case)
+    family = FAMILIES[case.family]
+    axes = case.axes
     limit = {} if case.capacity is None else {"capacity": case.capacity}
-    mesh, found = ya.mesh(device="cpu", **case.mesh), []
+    mesh = ya.mesh(device="cpu", **case.mesh)
+    found = []
     state = ya.init(wide(family.params(config, **axes.options)), mesh=mesh, precision=FLOAT64)
     plain = ya.PlainState.create(wide(family.params(config)), ya.optim.sgd(0.1))
     batch = batch_of(0)

@@ -93,10 +93,13 @@ def run(_: Any, how: str, at: int, ranks: Sequence[int], axes: dict[str, int], r
     mesh = ya.mesh(device="cpu", **axes)
     with beating():
         communicators(mesh)
-    model, rank = Model(MUTANTS[how], max(at, 0), torch.distributed.get_rank() in ranks), torch.distributed.get_rank()
-    plain, state = ya.PlainState.create(tree(), TX), ya.shard(tree(), TX, mesh=mesh, precision=FLOAT64)
+    model = Model(MUTANTS[how], max(at, 0), torch.distributed.get_rank() in ranks)
+    rank = torch.distributed.get_rank()
+    plain = ya.PlainState.create(tree(), TX)
+    state = ya.shard(tree(), TX, mesh=mesh, precision=FLOAT64)
     schedule = zero3(remat=remat)
-    step, of_plain = ya.train_step(model.loss, TX, schedule=schedule), ya.train_step(model.loss, TX)
+    step = ya.train_step(model.loss, TX, schedule=schedule)
+    of_plain = ya.train_step(model.loss, TX)
     for number in range(STEPS):
         model.step = model.at if at < 0 else number
         before = ya.unshard(state)

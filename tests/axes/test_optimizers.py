@@ -56,7 +56,8 @@ TXS: dict[str, Any] = {
 
 @functools.cache
 def plain(name: str) -> Any:
-    state, step = ya.PlainState.create(params(), TXS[name]), ya.train_step(loss_of(), TXS[name])
+    state = ya.PlainState.create(params(), TXS[name])
+    step = ya.train_step(loss_of(), TXS[name])
     for number in range(STEPS):
         state, _ = step(state, batch_of(number))
     return state
@@ -69,7 +70,8 @@ def leaves(tree: Any) -> dict[str, Tensor]:
 def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = "") -> None:
     mesh = mesh_of(**axes)
     for name in names:
-        tx, want = TXS[name], plain(name)
+        tx = TXS[name]
+        want = plain(name)
         for update in (False, True)[: 1 + (optim.why_not_unitwise(tx) is None)]:
             step = ya.train_step(loss_of(), tx, schedule=zero2(update=update))
             state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
@@ -85,7 +87,8 @@ def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = 
 
 
 def compared(state: Any, want: Any, name: str) -> None:
-    got, wanted = leaves(ya.unshard(state.opt_state)), leaves(want.opt_state)
+    got = leaves(ya.unshard(state.opt_state))
+    wanted = leaves(want.opt_state)
     close({path: got[path] for path in wanted}, wanted, f"{name}: the optimizer's state", 1e-10)
 
 
@@ -113,7 +116,8 @@ def test_updates_and_states_are_those_of_the_plain_loop(
 
 
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:
-    tx, mesh = TXS["muon"], mesh_of(**axes)
+    tx = TXS["muon"]
+    mesh = mesh_of(**axes)
     state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
     step = ya.train_step(loss_of(), tx, schedule=zero2())
     return exchanged(step, state, ya.shard_batch(batch_of(0), mesh))
@@ -125,4 +129,5 @@ def test_programs_know_what_travels(pools: Pools, axes: dict[str, int]) -> None:
     found = pools[4].run(sent, axes)
     (said,) = {said for _, said in found}
     units = 4 * 2 + 2  # of layers: split over nothing, tensor, both, and over expert and tensor; embedding and head
-    assert said > 0 and abs(sum(nbytes for nbytes, _ in found) / 4 - said) <= 2 * units  # rounded down, twice
+    assert said > 0
+    assert abs(sum(nbytes for nbytes, _ in found) / 4 - said) <= 2 * units  # rounded down, twice

@@ -30,7 +30,8 @@ def test_ranks_of_other_tokens_draw_by_other_seeds() -> None:
 
 def test_the_ranks_of_a_unit_that_is_split() -> None:
     ranks = ranks_at(1, expert=1, context=0, tensor=2)
-    assert ranks.without(()) is ranks and ranks.without(("elsewhere",)) is ranks
+    assert ranks.without(()) is ranks
+    assert ranks.without(("elsewhere",)) is ranks
     few = ranks.without(("tensor",))
     assert few is ranks.without(("tensor",))
     assert (few.ranks, few.rank, few.local_ranks, few.nodes, few.world) == (8, 6, 8, 1, 48)
@@ -59,7 +60,9 @@ def test_groups_of_ranks(across: tuple[str, ...]) -> None:
     assert sorted(rank for members in subgroups for rank in members) == list(range(24))
     (mine,) = (members for members in subgroups if ranks.rank in members)
     few = ranks.without(across)
-    assert len(mine) == few.ranks and mine.index(ranks.rank) == few.rank and mine == sorted(mine)
+    assert len(mine) == few.ranks
+    assert mine.index(ranks.rank) == few.rank
+    assert mine == sorted(mine)
     # parts in the order of axes, the innermost fastest
     part = 0
     for name in across:
@@ -67,4 +70,5 @@ def test_groups_of_ranks(across: tuple[str, ...]) -> None:
     assert subgroups.index(mine) == part
     for name in across:
         (along,) = (members for members in ranks.subgroups(along=(name,)) if ranks.rank in members)
-        assert along[ranks.axes[name].rank] == ranks.rank and len(along) == SIZES[name]
+        assert along[ranks.axes[name].rank] == ranks.rank
+        assert len(along) == SIZES[name]

@@ -31,7 +31,8 @@ def meshes(_: Any) -> None:
         with pytest.raises(kind, match=text):
             ya.mesh(device="cpu", **axes)
     mine = ya.mesh(device="cpu", pipes=1, tensor=2)
-    assert mine.mesh_dim_names == ("shard", "pipes", "tensor") and tuple(mine.shape) == (1, 1, 2)
+    assert mine.mesh_dim_names == ("shard", "pipes", "tensor")
+    assert tuple(mine.shape) == (1, 1, 2)
 
 
 def split(*shape: int, **split: Any) -> Any:

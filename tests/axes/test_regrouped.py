@@ -62,7 +62,9 @@ def test_leaves_are_found_by_name(_: Any, tmp_path: Path) -> None:
 def test_a_model_for_tensor_and_not(_: Any, tmp_path: Path) -> None:
     """Llama, made for `tensor` and not."""
     folder = str(tmp_path)
-    config, tx, mesh = llama.Config(max_length=S, **SIZE), optimizer(), mesh_of(tensor=2)
+    config = llama.Config(max_length=S, **SIZE)
+    tx = optimizer()
+    mesh = mesh_of(tensor=2)
     for number, (first, then) in enumerate(((NONE, TENSOR), (TENSOR, NONE))):
         state = ya.init(llama.params(config, **first.options), tx, mesh=mesh)
         save(f"{folder}/{number}", state)
@@ -74,7 +76,8 @@ def test_a_model_for_tensor_and_not(_: Any, tmp_path: Path) -> None:
 def test_what_is_not_there_is_refused_by_leaf(_: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
     mesh = mesh_of(tensor=2)
-    w, v = ya.Param((2, 4, 6), split={"tensor": -1}), ya.Param((2, 4))
+    w = ya.Param((2, 4, 6), split={"tensor": -1})
+    v = ya.Param((2, 4))
     save(folder, ya.init({"layers": ya.Stacked({"w": w, "v": v})}, mesh=mesh))
 
     def loaded(text: str, **layer: Any) -> None:

@@ -49,8 +49,10 @@ def equal(got: Any, want: Any) -> None:
 @pytest.mark.parametrize("name", by_day(MESHES, "shard, tensor", "expert, context", "stage, tensor"))
 def test_whole_values_go_in_and_come_out(_: Any, name: str) -> None:
     axes = MESHES[name]
-    state, marked = made(**axes), ya.PlainState.create(params(OF), optimizer()).params
-    want, stages = WITHOUT(marked), stages_of(OF, axes)
+    state = made(**axes)
+    marked = ya.PlainState.create(params(OF), optimizer()).params
+    want = WITHOUT(marked)
+    stages = stages_of(OF, axes)
     equal(state, want)
     for name, weight in ya.named_weights(state.params):
         top, *rest = name.split(".")
@@ -71,7 +73,8 @@ def test_whole_values_go_in_and_come_out(_: Any, name: str) -> None:
     equal(optree.tree_map(lambda *xs: torch.stack(xs), *seen), want["layers"])
     equal(doubled, optree.tree_map(lambda x: 2 * x, want["layers"]))
     # numbers over trees
-    other, plain_other = ya.normal_like(3, state.params), WITHOUT(ya.normal_like(3, marked))
+    other = ya.normal_like(3, state.params)
+    plain_other = WITHOUT(ya.normal_like(3, marked))
     equal(other, plain_other)
     close(ya.global_norm(state.params), ya.global_norm(want), "norm")
     close(ya.vdot(state.params, other), ya.vdot(want, plain_other), "product")
@@ -102,12 +105,14 @@ def whole(state: Any) -> Any:
 def test_checkpoints_fit_any_axes(_: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
     state = trained(made(shard=2, tensor=2))
-    want, sums = whole(state), ya.checksum(state)
+    want = whole(state)
+    sums = ya.checksum(state)
     for number, axes in enumerate([*MESHES.values(), MESHES["shard, tensor"]]):
         place = Path(folder) / str(number)
         save(place, state)
         saved, (state, _) = state, load(place, made(**axes))
-        assert state.step == 2 and ya.checksum(state) == sums
+        assert state.step == 2
+        assert ya.checksum(state) == sums
         equal(whole(state), want)
         assert (state.program is None) == (axes != {"shard": 2, "tensor": 2} or saved.program is None)
     # written beside the steps
@@ -126,12 +131,15 @@ def test_checkpoints_fit_any_axes(_: Any, tmp_path: Path) -> None:
 @on_ranks(2)
 def test_slots_of_units_on_one_rank_are_their_shards(_: Any) -> None:
     state = made(tensor=2)
-    step, batch = ya.train_step(loss_of(OF), optimizer()), ya.shard_batch(batch_of(0), state.mesh)
+    step = ya.train_step(loss_of(OF), optimizer())
+    batch = ya.shard_batch(batch_of(0), state.mesh)
     for _step in range(2):
         state, _metrics = step(state, batch)
-    memory, program = state.memory, step.program(state)
+    memory = state.memory
+    program = step.program(state)
     units = {unit.id for unit in memory.units if unit.over}
-    assert memory.weights_alias == units and 0 < len(units) < len(memory.units)
+    assert memory.weights_alias == units
+    assert 0 < len(units) < len(memory.units)
     (slots,) = memory.idle
     held = {slot: unit for op in program.ops if isinstance(op, Gather) for unit, slot in zip(*op[:2], strict=True)}
     for slot, unit in held.items():
@@ -155,7 +163,8 @@ def test_a_deterministic_run_on_other_axes_is_told(_: Any, tmp_path: Path) -> No
 
 @on_ranks(2)
 def test_a_damaged_description_is_told(_: Any, tmp_path: Path) -> None:
-    mesh, tensor = mesh_of(tensor=2), ya.Param((4, 6), split={"tensor": -1})
+    mesh = mesh_of(tensor=2)
+    tensor = ya.Param((4, 6), split={"tensor": -1})
     state = ya.init({"a": {"w": tensor}}, mesh=mesh)
     path = save(tmp_path, state) / "manifest.json"
     if mesh.get_rank() == 0:
@@ -189,8 +198,10 @@ def test_programs_know_the_ranks_of_units(_: Any) -> None:
     trace = program.trace
     layers = {unit.name: unit for unit in trace.units if unit.layer == 0}
     split = layers["layers.split(tensor)[0]"]
-    assert split.over == ("tensor",) and trace.ranks_of(split) == 2
-    assert layers["layers[0]"].over == () and trace.ranks_of(layers["layers[0]"]) == 4
+    assert split.over == ("tensor",)
+    assert trace.ranks_of(split) == 2
+    assert layers["layers[0]"].over == ()
+    assert trace.ranks_of(layers["layers[0]"]) == 4
     # half of each leaf in a vector over two ranks, all of it in one over four
     assert split.numel == (3 * 16 * 16 - 16 * 16) // 2 + 16 * 16 // 2
     gathered = sum(unit.gather_bytes // trace.ranks_of(unit) * (trace.ranks_of(unit) - 1) for unit in _gathers(program))
@@ -226,7 +237,8 @@ def test_ranks_that_compute_the_same_draw_alike(_: Any) -> None:
 @on_ranks(2)
 def test_a_step_lets_go_of_its_session(_: Any) -> None:
     """Slots of a first step, by hand: no garbage collector is there to find them."""
-    state, step = made(tensor=2), ya.train_step(loss_of(OF), optimizer())
+    state = made(tensor=2)
+    step = ya.train_step(loss_of(OF), optimizer())
     batch = ya.shard_batch(batch_of(0), state.mesh)
     with no_collection():
         state, _ = step(state, batch)

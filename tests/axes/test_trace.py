@@ -61,7 +61,8 @@ def test_a_visit_lists_what_its_block_calls(pools: Pools) -> None:
     assert words(head.collectives) == ["pmax tensor 128", "psum tensor 128", "psum tensor 128"]
     assert words(head.adjoints) == ["psum tensor 128", "psum tensor 128"]  # pmax has none
     (between,) = here.between  # the loss puts positions together before the head
-    assert between.after == 2 and words(between.collectives) == ["all_gather tensor 2048"]
+    assert between.after == 2
+    assert words(between.collectives) == ["all_gather tensor 2048"]
     assert words(between.adjoints) == ["psum_scatter tensor 2048"]
     for other in others:
         assert other.between == here.between
@@ -122,7 +123,8 @@ def seconds(program: Program) -> dict[tuple[Any, int], float]:
 def test_they_cost_what_their_axis_crosses(pools: Pools) -> None:
     """Tensor ranks share a node of two, the two experts do not."""
     here = pools[4].run(traced, {"expert": 2, "tensor": 2}, SEQUENCE)[0]
-    ring, exchange = 2048 / 2 / 1e6, 8192 / 2 * 2 / 1e5
+    ring = 2048 / 2 / 1e6
+    exchange = 8192 / 2 * 2 / 1e5
     for program, again in ((zero3()(here), 0), (zero3(remat="all")(here), 1)):
         found = seconds(program)
         once = 4 * ring + 2 * exchange
@@ -181,7 +183,8 @@ def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
     state = ya.shard(tree, optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
     # a graph that is kept goes back through what nobody differentiates, too, with zeros
     step = ya.train_step(loss, optim.sgd(1e-3), has_aux=True, schedule=zero3(remat="all"))
-    evaluate, x = ya.eval_step(loss, has_aux=True), torch.ones(3, dtype=torch.float64)
+    evaluate = ya.eval_step(loss, has_aux=True)
+    x = torch.ones(3, dtype=torch.float64)
     for _ in range(3):
         evaluate(state.params, x)
         state, _ = step(state, x)
@@ -194,7 +197,8 @@ def test_what_nobody_differentiates_has_no_backward(_: Any) -> None:
 @on_ranks(2)
 def test_sizes_are_those_of_the_batch(_: Any) -> None:
     """Batches of another length go on, other sizes of the same batch do not; nor do others between visits."""
-    mesh, extra = mesh_of(tensor=2), {"rows": 0, "loss": False}
+    mesh = mesh_of(tensor=2)
+    extra = {"rows": 0, "loss": False}
     tree = {"layers": ya.Stacked({"w": torch.ones(2, 3, dtype=torch.float64)})}
 
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
@@ -206,7 +210,8 @@ def test_sizes_are_those_of_the_batch(_: Any) -> None:
         return (ya.psum(x, "tensor") if extra["loss"] else x).sum()
 
     state = ya.shard(tree, optim.sgd(1e-3), mesh=mesh, precision=FLOAT64)
-    step, said = ya.train_step(loss, optim.sgd(1e-3)), list[str]()
+    step = ya.train_step(loss, optim.sgd(1e-3))
+    said = list[str]()
     for rows, more, in_loss in (
         (4, 0, False),
         (6, 0, False),
@@ -244,14 +249,16 @@ def recorded(_: Any) -> str:
 def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
     measured = Timeline.from_json(pools[2].run(recorded)[0])
     predicted = simulate(zero3()(pools[2].run(traced, {"tensor": 2}, SEQUENCE)[0]), "a100-80g")
-    assert measured.inside and "in the collectives of blocks" in str(measured)
+    assert measured.inside
+    assert "in the collectives of blocks" in str(measured)
     of_visit = measured.trace.visits[1]
     forward, backward = (
         next(span for span in measured.spans if isinstance(span.op, kind) and span.op.visit == 1)
         for kind in (Forward, Backward)
     )
     own, adjoints = ([f"{c.kind} {c.axis}" for c in calls] for calls in of_visit[5:])
-    assert [each.name for each in forward.inside] == own and len(own) == 4
+    assert [each.name for each in forward.inside] == own
+    assert len(own) == 4
     assert [each.name for each in backward.inside] == [*own, *adjoints]
     (first, *_) = [span for span in predicted.spans if isinstance(span.op, Forward) and span.op.visit == 1]
     assert [each.name for each in first.inside] == own
@@ -269,13 +276,16 @@ def test_timelines_show_them(pools: Pools, tmp_path: Path) -> None:
 @on_ranks(4)
 def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
     """Sizes from data: of an exchange, and of what follows it in its block, other ones in each step and line."""
-    mesh, now = mesh_of(expert=2, tensor=2), {"step": 0}
+    mesh = mesh_of(expert=2, tensor=2)
+    now = {"step": 0}
     tree = {"layers": ya.Stacked({"w": torch.full((2, 3), 0.5, dtype=torch.float64)})}
 
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
-        me, more = ya.axis_index("expert"), now["step"] % 2
+        me = ya.axis_index("expert")
+        more = now["step"] % 2
         table = [(1 + k + more, 3 - k - more) for k in range(2)]  # rows of each rank, to each
-        sent, received = table[me], tuple(each[me] for each in table)
+        sent = table[me]
+        received = tuple(each[me] for each in table)
         there = ya.all_to_all(x, "expert", 0, 0, tiled=True, split_sizes=sent, concat_sizes=received)
         there = ya.psum(there * w["w"], "tensor") / 2
         back = ya.all_to_all(there, "expert", 0, 0, tiled=True, split_sizes=received, concat_sizes=sent)
@@ -285,7 +295,8 @@ def test_sizes_of_uneven_exchanges_may_change(_: Any) -> None:
         return ya.scan(block, x, p["layers"])[0].sum()
 
     state = ya.shard(tree, optim.sgd(0.0), mesh=mesh, precision=FLOAT64)
-    step, found = ya.train_step(loss, optim.sgd(0.0)), list[float]()
+    step = ya.train_step(loss, optim.sgd(0.0))
+    found = list[float]()
     for now["step"] in range(4):
         state, metrics = step(state, torch.ones(4, 3, dtype=torch.float64))
         found.append(float(metrics["loss"]))

@@ -28,7 +28,8 @@ WITHOUT = ya.params.without_markers
 @functools.cache
 def plain() -> tuple[Any, Any, Any, Any]:
     marked = oracle.plain(params(OF))
-    tree, direction = WITHOUT(marked), WITHOUT(ya.normal_like(5, marked))
+    tree = WITHOUT(marked)
+    direction = WITHOUT(ya.normal_like(5, marked))
     f = ya.functional_loss(lambda p: loss_of(OF)(p, batch_of(0)))
     return grad(f)(tree), jvp(f, (tree,), (direction,))[1], _twice(f, tree, direction), _along(f, tree, direction)
 
@@ -50,7 +51,8 @@ def _along(f: Any, tree: Any, direction: Any) -> Any:
 def test_derivatives_of_any_order(_: Any, axes: dict[str, int]) -> None:
     mesh = mesh_of(**axes)
     state = ya.init(params(OF), mesh=mesh, precision=FLOAT64)
-    direction, batch = ya.normal_like(5, state.params), ya.shard_batch(batch_of(0), mesh, split={"context": 1})
+    direction = ya.normal_like(5, state.params)
+    batch = ya.shard_batch(batch_of(0), mesh, split={"context": 1})
     f = ya.functional_loss(lambda p: loss_of(OF)(p, batch))
     gradient, slope, twice, along = plain()
     close(grad(f)(state.params), gradient, "gradient")
@@ -71,7 +73,8 @@ def row_of(step: int, row: int) -> Any:
 def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
     """Gradients of each row, and their products with a direction, by vmap over rows; collectives are of all at once."""
     mesh = mesh_of(**axes)
-    state, marked = ya.init(params(OF), mesh=mesh, precision=FLOAT64), oracle.plain(params(OF))
+    state = ya.init(params(OF), mesh=mesh, precision=FLOAT64)
+    marked = oracle.plain(params(OF))
     rows = {key: leaf[:, None] for key, leaf in batch_of(0).items()}
     own = ya.shard_batch(rows, mesh, split={"context": 2})
     direction = ya.normal_like(5, state.params)
@@ -144,5 +147,6 @@ def test_a_derivative_inside_of_a_block(_: Any) -> None:
     assert state.memory.weights_alias == {unit.id for unit in state.memory.units}
     step = ya.train_step(penalised, optim.sgd(0.1))
     for _ in range(3):
-        want, state = step(want, x)[0], step(state, x)[0]
+        want = step(want, x)[0]
+        state = step(state, x)[0]
         close(state, want.params, "parameters")

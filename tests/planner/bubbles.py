@@ -86,7 +86,8 @@ def split_of(stages: int, per_stage: int = 1, *, v: bool = False) -> Split:
 
 def calls_of(row: Row, split: Split) -> CallGraph:
     """A row's calls on the segments of `split`, which share a stage evenly; memory in activations of a stage."""
-    count, parts = len(split.homes), len(split.homes) // split.stages
+    count = len(split.homes)
+    parts = len(split.homes) // split.stages
     forward, inputs, weights = ((seconds / parts / 1e3,) * count for seconds in (row.T_F_ms, row.T_B_ms, row.T_W_ms))
     held = (1 / parts,) * count
     between = (MODELS[row.model].between / parts,) * count
@@ -99,7 +100,8 @@ zero_bubble_2 = functools.partial(orders.zero_bubble_calls, depth=2)
 
 def trace_of(calls: CallGraph, split: Split) -> tuple[Trace, Cluster]:
     """A step whose calls take as long as `calls` on the cluster beside it, where all else takes no time."""
-    flops, visits = NO_LINKS.matmul_flops, []
+    flops = NO_LINKS.matmul_flops
+    visits = []
     chained = chain(len(split.homes), calls.microbatches)
     for visit, forward, inputs, weights in zip(chained.visits, calls.forward, calls.inputs, calls.weights, strict=True):
         products = min(forward, inputs)  # the rest of either is attention, which has no weights
@@ -167,13 +169,17 @@ def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]
     1F1B_I: every call awaits its message; 1F1B_I*: as the paper counts, whose messages from the first stage back to the
     last one, between two segments of a stage, are awaited by the first microbatch of each P alone
     """
-    p, m = row.stages, row.microbatches
-    loop, several = split_of(p), split_of(p, MODELS[row.model].segments)
-    calls, of_several = calls_of(row, loop), calls_of(row, several)
+    p = row.stages
+    m = row.microbatches
+    loop = split_of(p)
+    several = split_of(p, MODELS[row.model].segments)
+    calls = calls_of(row, loop)
+    of_several = calls_of(row, several)
     interleaved = orders.interleaved_calls(several, m)
     last = [s for s, home in enumerate(several.homes) if home == p - 1 and s + 1 < len(several.homes)]
     others = [Call("backward", s, number) for s in last for number in range(m) if number % p]
-    h1, h2 = orders.zero_bubble_calls(loop, m), zero_bubble_2(loop, m)
+    h1 = orders.zero_bubble_calls(loop, m)
+    h2 = zero_bubble_2(loop, m)
     found = {
         "1F1B": bubble(calls, orders.one_f_one_b_calls(loop, m)),
         "1F1B_I": bubble(of_several, interleaved),

@@ -46,7 +46,8 @@ def rank(rounds: int, moments: bool, clock: Callable[[], float]) -> dict[str, fl
     """Median seconds of steps, by turns."""
     torch.set_num_threads(1)
     mesh = ya.mesh()
-    loss, mine = llama.loss(CONFIG), batch(1)
+    loss = llama.loss(CONFIG)
+    mine = batch(1)
     txs = dict.fromkeys(WIRES, TX) | (MOMENTS if moments else {})
     steps = {name: ya.train_step(loss, tx) for name, tx in txs.items()}
     states = {name: ya.init(params(WIRES.get(name, ya.Wire())), tx, mesh=mesh) for name, tx in txs.items()}

@@ -45,7 +45,8 @@ def test_figures_are_those_of_plans() -> None:
         plan = Plan.of(PROGRAMS[name], "a100-80g")
         assert (row.step_s, row.bound_s, row.bound) == (plan.step_s, plan.work.seconds, plan.bound)
         assert (row.peak_bytes, row.fits) == (plan.memory.peak_bytes, True)
-        assert row.tokens_per_s == 512 / plan.step_s and row.idle == plan.timeline.bubble
+        assert row.tokens_per_s == 512 / plan.step_s
+        assert row.idle == plan.timeline.bubble
         assert row.compute_s == pytest.approx(sum(p.compute_s for p in plan.timeline.by_stage) / row.stages)
     rows = FOUND.rows
     assert [(row.stages, row.ranks, row.microbatches) for row in rows.values()] == [(1, 4, 2), (1, 4, 2), (2, 4, 4)]
@@ -56,7 +57,8 @@ def test_a_pipeline_sends_what_its_stage_with_most_sends_messages_too() -> None:
     each = [part.wire_bytes() for part in PROGRAMS["1F1B"].by_stage]
     for part, sent in zip(PROGRAMS["1F1B"].by_stage, each, strict=True):
         flow = part.trace.split and part.trace.split.flows[0]
-        assert flow and sum(isinstance(op, Send) for op in part.ops) == PARTS
+        assert flow
+        assert sum(isinstance(op, Send) for op in part.ops) == PARTS
         assert sent["message"] == PARTS * (flow.nbytes if part.trace.stage == 0 else flow.grad_bytes) > 0
     assert FOUND.rows["1F1B"].sent_bytes == max(sent.total() for sent in each)
 
@@ -72,20 +74,24 @@ def test_the_table_has_one_unit_a_column_and_its_heading_names_it() -> None:
         row = FOUND.rows[name]
         assert float(step.replace(",", "")) == pytest.approx(row.step_s / scale, abs=0.06)
         assert float(sent) == pytest.approx(row.sent_bytes / 2**20, abs=0.006)
-        assert row.tokens_per_s and float(rate.replace(",", "")) == pytest.approx(row.tokens_per_s, abs=0.6)
+        assert row.tokens_per_s
+        assert float(rate.replace(",", "")) == pytest.approx(row.tokens_per_s, abs=0.6)
     assert units["ranks"] == ("4", "4", "2 x 2")
     lines = str(FOUND).splitlines()
-    assert lines[1].split() == [time, time, time, time, "%", "MiB", "MiB"] and lines[-1] == "512 tokens a step"
+    assert lines[1].split() == [time, time, time, time, "%", "MiB", "MiB"]
+    assert lines[-1] == "512 tokens a step"
     assert len({len(line) for line in (lines[0], *lines[2:-1])}) == 1
 
 
 def test_ranked_by_time_with_what_does_not_fit_behind() -> None:
     rows = FOUND.rows
     assert list(FOUND.ranked().rows) == sorted(rows, key=lambda name: rows[name].step_s)
-    assert rows["zero2"].step_s < rows["zero3"].step_s and rows["zero2"].peak_bytes > rows["zero3"].peak_bytes
+    assert rows["zero2"].step_s < rows["zero3"].step_s
+    assert rows["zero2"].peak_bytes > rows["zero3"].peak_bytes
     tight = compare(PROGRAMS, "a100-80g", memory=rows["zero3"].peak_bytes)
     behind = [name for name in tight.ranked().rows if rows[name].peak_bytes > rows["zero3"].peak_bytes]
-    assert list(tight.ranked().rows)[-len(behind) :] == behind and "zero2" in behind
+    assert list(tight.ranked().rows)[-len(behind) :] == behind
+    assert "zero2" in behind
     assert re.search(r"does not fit into 0\.0 GiB: .*zero2", str(tight))
 
 
@@ -93,9 +99,9 @@ def test_a_picture_has_every_schedule_and_a_row_for_each_stage(tmp_path: Path) -
     FOUND.save(tmp_path / "x.svg")
     text = (tmp_path / "x.svg").read_text()
     assert all(f">{name}<" in text for name in PROGRAMS)
-    assert (
-        text.count(">compute<") == 2 and text.count(">stage 1<") == 1 and text.count("time since the step began") == 1
-    )
+    assert text.count(">compute<") == 2
+    assert text.count(">stage 1<") == 1
+    assert text.count("time since the step began") == 1
     assert "<img " in FOUND._repr_html_()
     with pytest.raises(ValueError, match="ends in one of"):
         FOUND.save(tmp_path / "x.gif")
@@ -148,7 +154,8 @@ def test_timelines_of_one_program_are_compared_op_by_op() -> None:
     found = compare({"a100": one, "h100": two})
     (note,) = found.notes
     assert note.startswith(f"a100 over h100: step {one.seconds / two.seconds - 1:+.1%}, gather ")
-    assert f"compute {one.compute_s / two.compute_s - 1:+.1%}" in note and "ends differ most at op " in note
+    assert f"compute {one.compute_s / two.compute_s - 1:+.1%}" in note
+    assert "ends differ most at op " in note
     without = two._replace(spans=two.spans[1:])
     assert len(compare({"a": one, "b": without}).notes) == 1  # a gather that one of them lacks
     assert compare({"a": one, "b": simulate(PROGRAMS["zero2"], "a100-80g")}).notes == []
@@ -158,14 +165,18 @@ def test_timelines_of_one_program_are_compared_op_by_op() -> None:
 @on_ranks(2)
 def test_measured_beside_predicted_on_two_ranks(mesh: Any) -> None:
     """What a rank has measured, beside a prediction. The measured trace is one that was learnt, without costs."""
-    state, step = failing.state(mesh), ya.train_step(failing.loss, failing.TX)
+    state = failing.state(mesh)
+    step = ya.train_step(failing.loss, failing.TX)
     program = step.lower(state, failing.batch())
     state, _ = step(state, failing.batch())
     with ya.timeline.record() as recording:
         state, _ = step(state, failing.batch())
     found = ya.planner.compare({"predicted": program, "measured": recording.timeline()}, "local")
     row = found.rows["measured"]
-    assert row.bound is None and row.peak_bytes is None and row.sent_bytes == program.wire_bytes().total()
-    assert row.step_s == recording.timeline().seconds and found.rows["predicted"].peak_bytes
+    assert row.bound is None
+    assert row.peak_bytes is None
+    assert row.sent_bytes == program.wire_bytes().total()
+    assert row.step_s == recording.timeline().seconds
+    assert found.rows["predicted"].peak_bytes
     assert re.search(r"^measured +2 .* - ", str(found), re.M)
     assert found.notes[0].startswith("predicted over measured: step ")

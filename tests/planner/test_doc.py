@@ -25,15 +25,18 @@ def test_the_code_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     exec(code, names)
     exec(beside.replace("found", "several"), names)
     assert f"```\n{names['several']}\n```" in PAGE
-    assert (tmp_path / "compare.png").stat().st_size > 10_000 and list(names["several"].rows) == [
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+    assert list(names["several"].rows) == [
         "zero3",
         "hsdp",
         "1F1B",
     ]
-    assert isinstance(names["plan"], Plan) and isinstance(names["found"], Found)
+    assert isinstance(names["plan"], Plan)
+    assert isinstance(names["found"], Found)
     assert (tmp_path / "plan.png").stat().st_size > 10_000
     printed = capsys.readouterr().out
-    assert str(names["plan"]) in printed and str(names["found"]) in printed
+    assert str(names["plan"]) in printed
+    assert str(names["found"]) in printed
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -68,7 +68,8 @@ def frozen_embedding() -> Model:
 
 def own_dtypes() -> Model:
     """The same with leaves that are gathered, and reduced, in dtypes of their own."""
-    made, layers = frozen_embedding(), model().layers.tree
+    made = frozen_embedding()
+    layers = model().layers.tree
     bias = dataclasses.replace(layers["bias"], compute=torch.float32, reduce=torch.bfloat16)
     down = dataclasses.replace(layers["down"], compute=torch.float32, reduce=torch.float32)
     norm = dataclasses.replace(made.head["norm"], compute=torch.float64)
@@ -124,7 +125,8 @@ def _held(mesh: Any, abstract: Model, precision: str, schedule: str, microbatche
     for number in range(2):
         state, _ = step(state, batch(number))
     assert step.program(state).ops == program.ops
-    found, real = predict_memory(program, device="cpu").itemised(), held_by(state)
+    found = predict_memory(program, device="cpu").itemised()
+    real = held_by(state)
     return {name: found[name] for name in real}, real
 
 
@@ -202,14 +204,16 @@ def test_ranks_hold_what_is_predicted(
     none: tuple[str, ...],
 ) -> None:
     real = same(pools[world].run(on, mesh, held, cases, made))
-    assert all(real[item] > 0 for item in some) and not any(real[item] for item in none)
+    assert all(real[item] > 0 for item in some)
+    assert not any(real[item] for item in none)
 
 
 def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
     """Of a model that is split over `tensor` and `expert`; predicted from the state's trace, and without any rank."""
     found = []
     for name, schedule, microbatches in cases:
-        mesh, precision = small.mesh_of(**axes), PRECISIONS[name]
+        mesh = small.mesh_of(**axes)
+        precision = PRECISIONS[name]
         state = ya.init(small.params(), TX, mesh=mesh, precision=precision)
         step = ya.train_step(small.loss_of(), TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
         given = ya.shard_batch(small.batch_of(0, 8), mesh, split={"context": 1} if "context" in axes else None)
@@ -218,7 +222,8 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
         how: Any = {"precision": precision, "tx": TX, "microbatches": microbatches, "device": "cpu"}
         absent = trace(small.loss_of(), small.params(), given, mesh=program.trace.mesh, **how)
         assert absent == program.trace
-        predicted, real = predict_memory(program, device="cpu").itemised(), held_by(state)
+        predicted = predict_memory(program, device="cpu").itemised()
+        real = held_by(state)
         found.append(({item: predicted[item] for item in real}, real))
     return found
 
@@ -250,7 +255,9 @@ def held_deterministic(mesh: Any, cases: list[HeldCase]) -> list[Compared]:
 def test_deterministic_meshes_hold_what_is_predicted(pools: Pools, world: int) -> None:
     """Nothing aliases at one rank, and reductions land in R shards."""
     real = same(pools[world].run(held_deterministic, [("fp32", "zero3", 2), ("bf16 wire", "zero2", 1)]))
-    assert real["weight_slots"] > 0 and real["grad_slots"] > 0 and real["receive"] > 0
+    assert real["weight_slots"] > 0
+    assert real["grad_slots"] > 0
+    assert real["receive"] > 0
 
 
 # ---- the peak
@@ -326,7 +333,8 @@ def agree(real: int, predicted: Memory, tolerance: float) -> None:
 def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
     real, predicted = measured(one_rank(), LARGE_HEAD, zero3(remat=remat), microbatches)
     agree(real, predicted, 0.01)
-    assert predicted.at.startswith("backward head") and predicted.logits > 0
+    assert predicted.at.startswith("backward head")
+    assert predicted.logits > 0
 
 
 @pytest.mark.parametrize("remat", ["none", "all"])
@@ -399,14 +407,16 @@ def test_peaks_in_other_places(config: llama.Config, remat: str, how: dict[str, 
     ],
 )
 def test_the_peak_over_axes_inside_blocks(_: Any, axes: dict[str, int], sequence: bool) -> None:
-    of, mesh = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes), small.mesh_of(**axes)
+    of = Axes(tensor="tensor" in axes, sequence=sequence, context="context" in axes)
+    mesh = small.mesh_of(**axes)
 
     def dealt(given: dict[str, Tensor]) -> Any:
         """As many tokens on each rank as on one alone."""
         ranks = axes.get("context", 1)
         return of.shard_batch({name: x.repeat(1, ranks) for name, x in given.items()}, mesh)
 
-    loss, params = functools.partial(llama.loss, axes=of), functools.partial(llama.params, **of.options)
+    loss = functools.partial(llama.loss, axes=of)
+    params = functools.partial(llama.params, **of.options)
     # autograd adds the two gradients of the head's scores in place, which it does not do on fake tensors
     every = ((SMALL_HEAD, "all", 0.01), (SMALL_HEAD, "none", 0.01), (CONFIG, "all", 0.05))
     for config, remat, tolerance in every[:1] if sequence else every:
@@ -490,7 +500,8 @@ def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
 
 def test_microbatches_may_differ_in_what_they_keep() -> None:
     trace = hand_trace(microbatches=2)
-    plain, again = zero3()(trace).ops, zero3(remat="all")(trace).ops
+    plain = zero3()(trace).ops
+    again = zero3(remat="all")(trace).ops
     assert len(plain) == len(again)  # they differ in `keep` alone
     half = next(i for i, op in enumerate(plain) if isinstance(op, Backward) and op.visit == 0) + 1
     for ops in (plain[:half] + again[half:], again[:half] + plain[half:]):
@@ -527,13 +538,16 @@ def test_items_add_up_and_recomputing_saves() -> None:
     found = predicted()
     assert sum(found.itemised().values()) == found.peak_bytes > found.held_bytes
     assert predicted(remat="all").activations < found.activations
-    few, many = predicted(2), predicted(64)
-    assert few.master > 30 * many.master and few.activations == many.activations
+    few = predicted(2)
+    many = predicted(64)
+    assert few.master > 30 * many.master
+    assert few.activations == many.activations
     (first, largest), *_ = found.largest()
     assert largest == max(found.itemised().values()) == found.itemised()[first]
     lines = str(found).splitlines()
     assert len(lines) == sum(map(bool, found.itemised().values())) + 1  # items of no bytes are left out
-    assert lines[-1].startswith("peak") and found.at in lines[-1]
+    assert lines[-1].startswith("peak")
+    assert found.at in lines[-1]
     assert any(line.startswith("gradient slots") and "GiB" in line for line in lines)
 
 
@@ -543,12 +557,15 @@ def test_what_does_not_fit_says_what_would(few: int) -> None:
     budget = found.peak_bytes - 5 * 2**30 // few
     assert found.why_not(found.peak_bytes) is None
     needed = found.why_not(budget)
-    assert needed is not None and f"{5 / few:.2f} GiB more than" in needed
+    assert needed is not None
+    assert f"{5 / few:.2f} GiB more than" in needed
     assert f"Largest: {found.largest()[0][0]} " in needed
     ranks = int(needed.split("A shard group of ")[1].split()[0])
-    assert ranks > few and predicted(ranks).peak_bytes <= budget
+    assert ranks > few
+    assert predicted(ranks).peak_bytes <= budget
     hopeless = found.why_not(2**20)
-    assert hopeless is not None and "would not fit on any number of ranks" in hopeless
+    assert hopeless is not None
+    assert "would not fit on any number of ranks" in hopeless
 
 
 @pytest.mark.parametrize(
@@ -566,7 +583,8 @@ def test_a_mesh_larger_than_any_is_refused() -> None:
 
 
 def test_a_trace_without_costs_is_refused() -> None:
-    state, step = ya.init(model(), TX, mesh=one_rank()), ya.train_step(loss, TX)
+    state = ya.init(model(), TX, mesh=one_rank())
+    step = ya.train_step(loss, TX)
     state, _ = step(state, batch())
     with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
         predict_memory(step.program(state))

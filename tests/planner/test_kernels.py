@@ -47,18 +47,21 @@ def test_a_plan_says_its_kernels_and_its_range() -> None:
     given: Any = {"tx": ya.optim.adamw(1e-3), "ranks": 2, "cluster": "a100-80g"}
     eager, fused = (plan(loss, PARAMS, torch.empty(S, E), **given, kernels=kind) for kind in ("eager", "fused"))
     assert eager.step_s > fused.step_s
-    assert "eager torch's kernels" in str(eager) and "fused as torch.compile does" in str(fused)
+    assert "eager torch's kernels" in str(eager)
+    assert "fused as torch.compile does" in str(fused)
     held = [f"{nbytes / 2**30:.1f}" for nbytes in fused.reserved_bytes]
     assert f"of tensors; a process holds {' to '.join(held)} GiB" in str(fused)
     low, high = fused.range_s
-    assert low < fused.step_s < high and f"({shown(low, 3)} to {shown(high, 3)})" in str(fused)
+    assert low < fused.step_s < high
+    assert f"({shown(low, 3)} to {shown(high, 3)})" in str(fused)
     with pytest.raises(ValueError, match=r"kernels='some', expected one of fused, eager, pieces"):
         plan(loss, PARAMS, torch.empty(S, E), **given, kernels="some")
 
 
 def test_layers_recompute_by_ops() -> None:
     whole = traced()
-    before, after = whole.visits[0].cost, by_ops(whole, "op").visits[0].cost
+    before = whole.visits[0].cost
+    after = by_ops(whole, "op").visits[0].cost
     assert after.bwd_flops == before.bwd_flops + before.flops // 2
     assert after.bwd_moved.eager == before.bwd_moved.eager + before.moved.eager
     assert after.inner_bytes < before.inner_bytes
@@ -77,7 +80,8 @@ def test_checkpoints_stop_before_the_last_product() -> None:
     before = [visit.cost for visit in whole.visits]
     assert before[0].last_flops == before[0].flops // 2, "nothing saves what the last product makes"
     again = by_ops(whole, "checkpoint").visits[0].cost
-    assert again.bwd_flops == before[0].bwd_flops + before[0].flops // 2 and again.inner_bytes == 0
+    assert again.bwd_flops == before[0].bwd_flops + before[0].flops // 2
+    assert again.inner_bytes == 0
     every = [visit.cost.bwd_flops for visit in by_ops(whole, "checkpoint", every=2).visits]
     assert every == [before[0].bwd_flops, before[1].bwd_flops + before[1].flops // 2, before[2].bwd_flops]
 

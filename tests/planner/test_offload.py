@@ -33,20 +33,24 @@ def test_a_layer_carries_what_the_scan_hands_on_and_nothing_else() -> None:
     layers = [visit for visit in visits if visit.name.startswith("layers")]
     assert len(layers) == CONFIG.layers
     for visit in layers:
-        assert visit.cost.carry_slot_bytes == CARRY < visit.cost.carry_bytes and len(visit.cost.carries) == 1
+        assert visit.cost.carry_slot_bytes == CARRY < visit.cost.carry_bytes
+        assert len(visit.cost.carries) == 1
     assert len({visit.cost.carries for visit in layers}) == CONFIG.layers
     assert all(visit.cost.carries == () for visit in visits if visit not in layers)
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 def test_what_leaves_the_device_is_on_the_host(ahead: int) -> None:
-    L, stays = CONFIG.layers, ahead + 1
+    L = CONFIG.layers
+    stays = ahead + 1
     again, away = (predict_memory(zero3(remat=policy)(taken())) for policy in ("all", remat.offload(ahead=ahead)))
     assert (again.carry_slots, again.host) == (0, 0)
     assert (away.carry_slots, away.host) == (stays * CARRY, (L - stays) * CARRY)
-    assert again.op == away.op - (L - stays) and again.activations - away.activations == L * CARRY
+    assert again.op == away.op - (L - stays)
+    assert again.activations - away.activations == L * CARRY
     assert again.peak_bytes - away.peak_bytes == (L - stays) * CARRY
-    assert "on the host" in str(away) and "on the host" not in str(again)
+    assert "on the host" in str(away)
+    assert "on the host" not in str(again)
 
 
 def test_the_peak_of_a_step() -> None:
@@ -69,12 +73,14 @@ def test_copies_take_their_bytes_over_the_link() -> None:
 
 def test_what_saving_costs_compute() -> None:
     """With a link that takes no time, what is left is the copy into the carry slot: read and written."""
-    again, away = step(remat.all, 1e30), step(remat.offload(), 1e30)
+    again = step(remat.all, 1e30)
+    away = step(remat.offload(), 1e30)
     saving = CONFIG.layers * 2 * CARRY / FREE.memory_bandwidth
     assert away.busy("compute") - again.busy("compute") == pytest.approx(saving)
     forwards = [sum(s.seconds for s in t.spans if isinstance(s.op, Forward)) for t in (again, away)]
     backwards = [sum(s.seconds for s in t.spans if isinstance(s.op, Backward)) for t in (again, away)]
-    assert forwards[1] - forwards[0] == pytest.approx(saving) and backwards[0] == pytest.approx(backwards[1])
+    assert forwards[1] - forwards[0] == pytest.approx(saving)
+    assert backwards[0] == pytest.approx(backwards[1])
 
 
 def test_a_slow_link_bounds_the_step_and_slots_ahead_help_a_fast_one() -> None:

@@ -82,11 +82,13 @@ def in_the_middle() -> Found:
 
 
 def test_the_choice_is_a_schedule() -> None:
-    trace, found = traced(), in_the_middle()
+    trace = traced()
+    found = in_the_middle()
     verify(found.program)
     assert found(found.program.trace) == found.program
     assert simulate(found.program, SLOW).seconds == found.best.step_s
-    assert found.default is not None and found.best.step_s < 0.95 * found.default.step_s
+    assert found.default is not None
+    assert found.best.step_s < 0.95 * found.default.step_s
     assert predict_memory(found.default.point.program(trace)).peak_bytes <= found.budget
     seconds = [choice.step_s for choice in found.runners_up]
     assert [found.best.step_s, *seconds] == sorted([found.best.step_s, *seconds])
@@ -95,16 +97,19 @@ def test_the_choice_is_a_schedule() -> None:
 def test_it_says_why() -> None:
     found = in_the_middle()
     first, *rest = str(found).splitlines()
-    assert first.startswith(str(found.best.point)) and "shorter than zero3(" in rest[1]
+    assert first.startswith(str(found.best.point))
+    assert "shorter than zero3(" in rest[1]
     assert rest[0].strip().startswith("no program takes less than")
-    assert len(rest) == 2 + len(found.runners_up) and "communication +" in rest[-1]
+    assert len(rest) == 2 + len(found.runners_up)
+    assert "communication +" in rest[-1]
 
 
 def test_its_first_line_says_that_nothing_beats_the_default() -> None:
     found = in_the_middle()
     assert "nothing else" not in str(found)
     first, *rest = str(dataclasses.replace(found, default=found.best)).splitlines()
-    assert first.endswith("GiB; nothing else is faster than this default") and "shorter" not in "".join(rest)
+    assert first.endswith("GiB; nothing else is faster than this default")
+    assert "shorter" not in "".join(rest)
 
 
 def test_another_mesh_than_the_state_s() -> None:
@@ -126,7 +131,8 @@ def test_several_microbatches_reduce_once_where_memory_allows() -> None:
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_no_sweep_finds_less_than_its_bound(microbatches: int) -> None:
     """Sweeps are left out by it: counting undeferred reductions, it left out a `zero3` for a `ddp` a third slower."""
-    trace, cluster = traced(microbatches=microbatches), SLOW.replace(gpus_per_node=1, network_bandwidth=3e8)
+    trace = traced(microbatches=microbatches)
+    cluster = SLOW.replace(gpus_per_node=1, network_bandwidth=3e8)
     for builder, mesh in arrangements(trace, cluster):
         sweep = Sweep(Point(builder, mesh), trace, cluster, 1 << 40)
         choice = sweep.best()
@@ -150,13 +156,15 @@ def test_nothing_fits() -> None:
 @pytest.mark.nightly
 def test_more_memory_is_never_slower() -> None:
     trace = traced()
-    low, high = budgets(trace)["tight"], budgets(trace)["ample"]
+    low = budgets(trace)["tight"]
+    high = budgets(trace)["ample"]
     times = [search(trace, SLOW, memory=low + (high - low) * k // 3).best.step_s for k in range(4)]
     assert all(after <= before * 1.005 for before, after in itertools.pairwise(times))
 
 
 def test_points_in_words_are_python() -> None:
-    trace, names = traced(), {"ya": ya, **{n: getattr(ya.schedules, n) for n in ("ddp", "hpz", "hsdp", "zero3")}}
+    trace = traced()
+    names = {"ya": ya, **{n: getattr(ya.schedules, n) for n in ("ddp", "hpz", "hsdp", "zero3")}}
     for builder, mesh in arrangements(trace, SLOW):
         point = Point(builder, mesh, remat=2, kept=0 if builder == "ddp" else 3, prefetch=2 if builder != "ddp" else 1)
         call, _, on = str(point).partition(" on ")
@@ -175,15 +183,20 @@ def planned(*, rows: int = 4, **options: Any) -> Plan:
 def test_a_plan_is_its_parts() -> None:
     made = planned()
     assert made.program == zero3()(traced())
-    assert made.step_s == simulate(made.program, SLOW).seconds and made.bound == "communication"
-    assert made.work.comm_s <= made.step_s and 0 <= made.headroom < 1
-    assert made.memory == predict_memory(made.program) and made.fits and made.check() is made
+    assert made.step_s == simulate(made.program, SLOW).seconds
+    assert made.bound == "communication"
+    assert made.work.comm_s <= made.step_s
+    assert 0 <= made.headroom < 1
+    assert made.memory == predict_memory(made.program)
+    assert made.fits
+    assert made.check() is made
     assert "bound by communication" in str(made)
 
 
 def test_a_plan_that_does_not_fit_is_a_plan() -> None:
     made = planned(memory=2**20)
-    assert not made.fits and "does NOT fit" in str(made)
+    assert not made.fits
+    assert "does NOT fit" in str(made)
     with pytest.raises(DoesNotFit, match="Largest: "):
         made.check()
 
@@ -250,7 +263,8 @@ def test_search_over_axes_takes_the_best_of_all() -> None:
     alone = [search(each, SLOW, memory=limit).best.step_s for each in traces]
     assert found.best.step_s == min(alone) < 0.95 * max(alone)
     found = search(traces, SLOW, memory=limit * 4 // 5)  # too little for whole layers
-    assert found.mesh["tensor"] == found.program.trace.inside[0][1] == 2 and "tensor=2" in str(found)
+    assert found.mesh["tensor"] == found.program.trace.inside[0][1] == 2
+    assert "tensor=2" in str(found)
     assert found(found.program.trace) == found.program
     assert found.program.trace.microbatches * found.program.trace.batch_ranks == 16
     verify(found.program)
@@ -259,7 +273,9 @@ def test_search_over_axes_takes_the_best_of_all() -> None:
 @pytest.mark.nightly
 def test_search_over_axes_on_stages() -> None:
     found = search([over_tensor(2)], SLOW, stages=(2,))
-    assert found.mesh["stage"] == 2 and found.default is None and found.stages is not None
+    assert found.mesh["stage"] == 2
+    assert found.default is None
+    assert found.stages is not None
     assert found.program.trace.microbatches * found.program.trace.batch_ranks == 16
 
 
@@ -267,7 +283,8 @@ def test_search_over_axes_on_stages() -> None:
 def test_arrangements_keep_the_axes_inside_blocks(mesh: Any) -> None:
     trace = over_tensor(2, 8).on(mesh)
     found = list(arrangements(trace, SLOW))
-    assert ("hpz", (("node", 2), ("local", 2), ("tensor", 2))) in found and "ddp" not in dict(found)
+    assert ("hpz", (("node", 2), ("local", 2), ("tensor", 2))) in found
+    assert "ddp" not in dict(found)
     for builder, on in found:
         assert Point(builder, on).program(trace).trace.ranks * dict(on).get("replicate", 1) == 8
 
@@ -279,7 +296,8 @@ def test_a_plan_over_axes() -> None:
     assert made.program.trace.mesh == (("shard", 4), ("context", 2), ("tensor", 2))
     assert made.tokens == 4 * 64 * 8  # two ranks of context have other tokens, two of tensor the same
     staged = plan(*where, ranks=32, stages=2, schedule=one_f_one_b(), **given)
-    assert staged.tokens == made.tokens and staged.program.trace.mesh[0] == ("stage", 2)
+    assert staged.tokens == made.tokens
+    assert staged.program.trace.mesh[0] == ("stage", 2)
     with pytest.raises(ValueError, match="tensor=3 does not divide 16 ranks"):
         plan(*where, tx=TX, ranks=16, cluster=SLOW, tensor=3)
     with pytest.raises(ValueError, match=r"axes inside blocks \{'context': 2, 'tensor': 2\}, and they cannot change"):

@@ -41,7 +41,8 @@ def state() -> Any:
 
 def test_without_being_asked_nothing_is_tried() -> None:
     found = searched()
-    assert list(found.choices) == ["whole"] and found.errors == {}
+    assert list(found.choices) == ["whole"]
+    assert found.errors == {}
     assert str(found.choices["whole"]) == str(search(traced(PARAMS, TX), SLOW))
 
 
@@ -65,8 +66,10 @@ def test_each_choice_is_what_a_search_of_its_own_trace_finds() -> None:
     whole = alone["whole"].best
     lines = str(found).splitlines()
     saved = f"saves {1e3 * (whole.step_s - best.best.step_s):.1f} ms"
-    assert lines[0].startswith(f"{fastest}: {best.best.point}: ") and saved in lines[0]
-    assert f"{(whole.peak_bytes - best.best.peak_bytes) / 2**30:.2f} GiB" in lines[0] and len(lines) == 8
+    assert lines[0].startswith(f"{fastest}: {best.best.point}: ")
+    assert saved in lines[0]
+    assert f"{(whole.peak_bytes - best.best.peak_bytes) / 2**30:.2f} GiB" in lines[0]
+    assert len(lines) == 8
 
 
 def test_under_a_limit_that_only_smaller_moments_fit() -> None:
@@ -78,7 +81,8 @@ def test_under_a_limit_that_only_smaller_moments_fit() -> None:
     limit = (least(TX) + least(light)) // 2
     assert least(light) < limit
     found = searched(moments=[ROOTS], memory=limit)
-    assert list(found.choices) == ["whole, moments in roots/16"] and "saves" not in str(found)
+    assert list(found.choices) == ["whole, moments in roots/16"]
+    assert "saves" not in str(found)
     assert found.choices["whole, moments in roots/16"].best.peak_bytes <= limit
     assert searched(moments=[ROOTS], memory=2**10).choices == {}
 
@@ -99,7 +103,8 @@ def test_its_errors_are_those_of_plain_values(mesh: Any) -> None:
     matrices = by_definition(INT8, ya.unshard(state.params), in_matrices, CONFIG.layers)
     is_near(found.errors["int8/16"], matrices, 1e-6)  # sums in float32
     moments = found.errors["roots/16"]
-    assert set(moments) > set(matrices) and 0 < max(moments.values()) < 0.1
+    assert set(moments) > set(matrices)
+    assert 0 < max(moments.values()) < 0.1
     assert set(found.choices) == {name + place for name in ("whole", str(WIRES[1])) for place in ("", MOMENTS)}
     assert f"int8/16 is off by at most {max(matrices.values()):.2%} of a unit" in str(found)
 

@@ -71,7 +71,8 @@ def test_compute_bound_by_hand() -> None:
         ("reduce", 19, 20),
     ]
     assert timeline.seconds == 20
-    assert timeline.compute_s == 18 and timeline.comm_s == 1 + 1 + 1 + 2 + 1 + 1
+    assert timeline.compute_s == 18
+    assert timeline.comm_s == 1 + 1 + 1 + 2 + 1 + 1
     assert [timeline.describe(s).split(" in ")[0].split(" <-")[0] for s in timeline.critical_path()] == [
         "gather layers[0] -> slot 0",
         "forward layers[0]",
@@ -106,7 +107,8 @@ def test_communication_bound_by_hand() -> None:
         (23, 25),
     ]
     assert times(timeline.on("reduce")) == [(15, 23), (23, 27), (27, 31)]
-    assert timeline.seconds == 31 and timeline.comm_s == 12 + 8 + 4 + 4
+    assert timeline.seconds == 31
+    assert timeline.comm_s == 12 + 8 + 4 + 4
     assert times(timeline.idle()) == [(0, 4), (5, 8), (9, 12), (17, 23), (25, 31)]
 
 
@@ -127,13 +129,15 @@ def test_contention_by_hand() -> None:
 def test_latency_is_not_shared_by_hand() -> None:
     """Two collectives at once, each a second of latency and a second of the link: 1 + 2."""
     timeline = simulate(zero3()(three_layers()), FREE.replace(node_latency=1.0))
-    assert times(timeline.on("reduce"))[0] == (12, 15) and times(timeline.on("compute"))[4] == (12, 16)
+    assert times(timeline.on("reduce"))[0] == (12, 15)
+    assert times(timeline.on("compute"))[4] == (12, 16)
 
 
 def test_the_host_computes_by_hand() -> None:
     """With three slots the gather of layer 2 needs no slot to be freed, but is issued after the forward of layer 0."""
     program = zero3(prefetch=1, resident=3)(three_layers())
-    ahead, behind = simulate(program, FREE), simulate(program, dataclasses.replace(FREE, host_computes=True))
+    ahead = simulate(program, FREE)
+    behind = simulate(program, dataclasses.replace(FREE, host_computes=True))
     assert [s.start for s in ahead.on("gather")] == [0, 1, 2]
     assert [s.start for s in behind.on("gather")] == [0, 1, 3]
     assert behind.seconds == ahead.seconds == 20  # 1 + 3 * 2 + 3 * 4 + 1
@@ -157,7 +161,8 @@ def test_formats_by_hand() -> None:
         more = {Gather: sum(numels), Reduce: 2 * sum(numels), Update: shards}.get(type(op), 0)  # type: ignore[call-overload]
         assert slow.seconds(op) - free.seconds(op) == pytest.approx(more)
     kinds = {type(op) for op in program.ops}
-    assert {Gather, Reduce, Update} <= kinds and trace.units[0].numel > 0
+    assert {Gather, Reduce, Update} <= kinds
+    assert trace.units[0].numel > 0
 
 
 def test_replicas_by_hand() -> None:
@@ -254,7 +259,8 @@ def test_every_span_begins_when_its_cause_ends() -> None:
     assert all(span.start == (0.0 if span.cause is None else at[span.cause].end) for span in timeline.spans)
     path = timeline.critical_path()
     overhead = REAL.unit_overhead * len(timeline.trace.units)
-    assert path[0].start == 0 and path[-1].end + overhead == timeline.seconds
+    assert path[0].start == 0
+    assert path[-1].end + overhead == timeline.seconds
     assert sum(span.seconds for span in path) == pytest.approx(path[-1].end)
 
 

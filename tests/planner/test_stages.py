@@ -58,7 +58,8 @@ def test_a_bubble_by_cause() -> None:
     spans = [times(stage.on("compute")) for stage in timeline.by_stage]
     assert spans == [[(0, 1), (1, 2), (4, 6), (7, 9)], [(1, 2), (2, 4), (4, 5), (5, 7)]]
     first, second = timeline.by_stage
-    assert first.bubbles() == {"receive": 3} and second.bubbles() == {"fill": 1, "drain": 2}
+    assert first.bubbles() == {"receive": 3}
+    assert second.bubbles() == {"fill": 1, "drain": 2}
     assert [(gap.why, gap.waited) for gap in timeline.by_stage[1].idle()] == [("fill", True), ("drain", False)]
     path = [(span.stage, type(span.op).__name__) for span in timeline.critical_path() if span.stream == "compute"]
     assert path == [(0, "Forward"), *[(1, "Forward"), (1, "Backward")] * 2, (0, "Backward")]
@@ -71,8 +72,10 @@ def test_a_timeline_of_several_stages_has_parts() -> None:
     assert [part.trace for part in timeline.by_stage] == [part.trace for part in made.by_stage]
     assert [span[1:4] for part in timeline.by_stage for span in part.spans] == [span[1:4] for span in timeline.spans]
     for part in timeline.by_stage:
-        assert [span.number for span in part.spans] == [*range(len(part.spans))] and part.by_stage == (part,)
-        assert part.seconds == timeline.seconds and type(part) is type(timeline)
+        assert [span.number for span in part.spans] == [*range(len(part.spans))]
+        assert part.by_stage == (part,)
+        assert part.seconds == timeline.seconds
+        assert type(part) is type(timeline)
     for what in ("on", "busy", "idle"):
         with pytest.raises(TypeError, match=": expected the timeline of one stage, got one of 2; take one stage at a"):
             getattr(timeline, what)("compute")
@@ -105,11 +108,14 @@ def test_a_transfer_shares_the_links_of_both_ends() -> None:
     cluster = NO_LINKS.replace(network_bandwidth=float(GB))
     own = simulate(made, cluster).by_stage
     (gather,) = [s for s in own[1].on("gather") if s.seconds]
-    assert gather.start == 0 and gather.end == 2 and own[1].on("receive")[0].start == 2
+    assert gather.start == 0
+    assert gather.end == 2
+    assert own[1].on("receive")[0].start == 2
     shared = simulate(made, cluster.replace(matmul_flops=2e12)).by_stage
     (gather,) = [s for s in shared[1].on("gather") if s.seconds]
     (received,), (sent,) = shared[1].on("receive"), shared[0].on("send")
-    assert (gather.start, gather.end) == (0, 3) and (received.start, received.end) == (1, 4)
+    assert (gather.start, gather.end) == (0, 3)
+    assert (received.start, received.end) == (1, 4)
     assert (sent.start, sent.end) == (1, 4)
 
 
@@ -202,7 +208,8 @@ def test_halves_keep_factors_until_the_second() -> None:
     assert kinds[:3] == [("inputs", 0), ("inputs", 1), ("weights", 0)]
     plain = predict_memory(pipeline(remembering(2, 4), 2, one_f_one_b(zero1())).by_stage[1])
     halved = predict_memory(made.by_stage[1])
-    assert plain.activations == 1200 and halved.activations == 1200 + 300
+    assert plain.activations == 1200
+    assert halved.activations == 1200 + 300
 
 
 # ---- plan and search
@@ -211,11 +218,16 @@ def test_halves_keep_factors_until_the_second() -> None:
 def test_a_plan_has_its_stages() -> None:
     made = planned(microbatches=4, stages=2, schedule=one_f_one_b(zero2()))
     assert len(made.program.stages) == made.timeline.stage_count == 2
-    assert made.stages == tuple(map(predict_memory, made.program.by_stage)) and made.memory in made.stages and made.fits
+    assert made.stages == tuple(map(predict_memory, made.program.by_stage))
+    assert made.memory in made.stages
+    assert made.fits
     assert made.memory.peak_bytes == max(each.peak_bytes for each in made.stages)
-    assert made.step_s == simulate(made.program, SLOW).seconds and made.work.seconds < made.step_s
+    assert made.step_s == simulate(made.program, SLOW).seconds
+    assert made.work.seconds < made.step_s
     text = str(made)
-    assert "2 stages, 4 microbatches: bubble" in text and "stage 1" in text and "memory of stage" in text
+    assert "2 stages, 4 microbatches: bubble" in text
+    assert "stage 1" in text
+    assert "memory of stage" in text
     assert planned(microbatches=4, stages=2).program == made.program
     with pytest.raises(TypeError, match="the mesh has 2 stages, and the schedule returned a Program of 1"):
         planned(microbatches=4, stages=2, schedule=zero2())
@@ -239,9 +251,11 @@ def test_a_plan_says_how_many_tokens_its_time_is_of() -> None:
         assert made.tokens_per_s == made.tokens / made.step_s
         low, high = made.range_s
         assert low < made.step_s < high
-        step, span = shown(made.step_s, 4), f"{shown(low, 3)} to {shown(high, 3)}"
+        step = shown(made.step_s, 4)
+        span = f"{shown(low, 3)} to {shown(high, 3)}"
         first = f"{step} ({span}) a step of {made.tokens:,} tokens on {SLOW.name}: {made.tokens_per_s:,.0f} tokens/s"
-        assert repr(made).startswith(f"Plan({step} a step on {SLOW.name}, bound by ") and "\n" not in repr(made)
+        assert repr(made).startswith(f"Plan({step} a step on {SLOW.name}, bound by ")
+        assert "\n" not in repr(made)
         assert str(made).startswith(first + "\n")
     assert str(Plan.of(alone.program, SLOW)).splitlines()[0].endswith(f") a step on {SLOW.name}")
 
@@ -268,14 +282,17 @@ def test_what_a_batch_counts(batch: Any, expected: tuple[int, str]) -> None:
 def test_a_search_over_stages_finds_what_it_says() -> None:
     """On a slow network fewer ranks share a unit: stages win. The best is what it says it is, right, and fits."""
     trace = traced(microbatches=4)
-    alone, found = search(trace, SLOW), search(trace, SLOW, stages=(1, 2, 4))
-    assert found.best.step_s < alone.best.step_s and found.best.point.order is not None
+    alone = search(trace, SLOW)
+    found = search(trace, SLOW, stages=(1, 2, 4))
+    assert found.best.step_s < alone.best.step_s
+    assert found.best.point.order is not None
     program = found.program
     assert len(program.stages) > 1
     verify(program)
     assert simulate(program, SLOW).seconds == found.best.step_s
     assert predict_memory(program).peak_bytes == found.best.peak_bytes <= found.budget
-    assert found.mesh["stage"] == found.best.point.order.stages and found.stages is not None
+    assert found.mesh["stage"] == found.best.point.order.stages
+    assert found.stages is not None
     assert found(found.best.point.order.whole(trace, found.best.point.mesh)) == program
     tokens = program.trace.microbatches * program.trace.stage_ranks
     assert tokens == trace.microbatches * trace.ranks

@@ -44,7 +44,8 @@ def test_configurations_of_stages_are_their_programs() -> None:
         program = point.program(trace)
         for part in program.by_stage:
             inside = point._replace(order=None)
-            made, theirs = StageConfig.of(inside, part.trace).program(part.trace), inside.schedule()(part.trace)
+            made = StageConfig.of(inside, part.trace).program(part.trace)
+            theirs = inside.schedule()(part.trace)
             ours, same = (run(each, tasks(each, SLOW), SLOW) for each in (made, theirs))  # of no message: not proved
             assert ours.seconds == same.seconds, point
             assert predict_memory(made).peak_bytes == predict_memory(theirs).peak_bytes, point
@@ -54,23 +55,28 @@ def test_changes_of_any_stage_can_be_built() -> None:
     """Stages of an embedding alone, of a layer, of a head: what a change makes is a configuration."""
     order = Order("one_f_one_b", len(traced().visits), 1, 8)
     point = Point("zero3", (("stage", order.stages), ("shard", 2)), order=order)
-    rng, units = random.Random(0), frozenset(range(len(traced().units)))
+    rng = random.Random(0)
+    units = frozenset(range(len(traced().units)))
     for part in point.program(traced()).by_stage:
-        changes, config = Changes(part.trace, rng), StageConfig.of(point, part.trace)
+        changes = Changes(part.trace, rng)
+        config = StageConfig.of(point, part.trace)
         for _ in range(50):
             config = changes.of(config)
-            assert config.recomputed <= set(remat.layer_visits(part.trace)) and config.resident <= units
+            assert config.recomputed <= set(remat.layer_visits(part.trace))
+            assert config.resident <= units
         assert config.program(part.trace)
 
 
 def written(microbatches: int = 2, moves: int = 20, **options: object) -> Synthesized:
     trace = traced(microbatches=microbatches)
     found = search(trace, SLOW, memory=budgets(trace)["tight"], synthesize=600, moves=moves, **options)
-    assert found.synthesized is not None and found.program == found.synthesized.program == found(found.program.trace)
+    assert found.synthesized is not None
+    assert found.program == found.synthesized.program == found(found.program.trace)
     assert str(found.synthesized) in str(found)
     both = found.compared(tokens=512)
     assert [row.step_s for row in both.rows.values()] == [found.best.step_s, found.synthesized.step_s]
-    assert both.words == tuple(str(found.synthesized).splitlines()) and str(both).endswith(str(found.synthesized))
+    assert both.words == tuple(str(found.synthesized).splitlines())
+    assert str(both).endswith(str(found.synthesized))
     return found.synthesized
 
 
@@ -96,18 +102,22 @@ def expect_right(made: Synthesized, cluster: Cluster = SLOW) -> None:
     assert verify(made.program) == Program.from_json(made.program.to_json())
     assert simulate(made.program, cluster).seconds == pytest.approx(made.step_s)
     assert predict_memory(made.program).peak_bytes == made.peak_bytes
-    assert made.least.seconds <= made.step_s * ROUNDING and made.step_s <= made.builder_s
+    assert made.least.seconds <= made.step_s * ROUNDING
+    assert made.step_s <= made.builder_s
 
 
 def test_a_step_without_stages() -> None:
     lines: list[str] = []
     made = written(report=lines.append)
     expect_right(made)
-    assert made.step_s < made.builder_s and not made.early
-    assert len(lines) >= 1 and all(line.startswith("move ") and "above the bound" in line for line in lines)
+    assert made.step_s < made.builder_s
+    assert not made.early
+    assert len(lines) >= 1
+    assert all(line.startswith("move ") and "above the bound" in line for line in lines)
     more = made.more(20)
     expect_right(more)
-    assert more.step_s <= made.step_s and more.moves == made.moves + 20 == 40
+    assert more.step_s <= made.step_s
+    assert more.moves == made.moves + 20 == 40
     same = written(moves=40)
     assert (same.program, same.moves, same.step_s) == (more.program, more.moves, more.step_s)
     assert made.more(10**6, seconds=0.0).early
@@ -126,11 +136,16 @@ def test_a_pipeline() -> None:
     made = found.synthesized
     assert made is not None
     expect_right(made, FAST)
-    assert made.program == found(found.program.trace) and made.step_s < made.builder_s
+    assert made.program == found(found.program.trace)
+    assert made.step_s < made.builder_s
     assert max(predict_memory(part).peak_bytes for part in made.program.by_stage) <= found.budget
-    assert found.stages is not None and found.stages.stages == 4 and len(made.design.configs) == 4
-    same, more = pipeline(moves=8).synthesized, made.more(2)
-    assert same is not None and (same.program, same.moves) == (more.program, more.moves)
+    assert found.stages is not None
+    assert found.stages.stages == 4
+    assert len(made.design.configs) == 4
+    same = pipeline(moves=8).synthesized
+    more = made.more(2)
+    assert same is not None
+    assert (same.program, same.moves) == (more.program, more.moves)
 
 
 def test_nothing_to_compare_where_nothing_was_written() -> None:

@@ -58,7 +58,8 @@ def test_it_is_the_trace_of_a_step(precision: ya.Precision, microbatches: int, s
 def test_a_trace_moves_to_another_mesh(axes: tuple[tuple[str, int], ...]) -> None:
     tree = model()._replace(head=ya.frozen(model().head, torch.float64))
     one, moved = (trace(loss, tree, META, precision=BF16, tx=TX, mesh=mesh) for mesh in (None, axes))
-    assert one.on(axes) == moved and moved.on(one.mesh) == one
+    assert one.on(axes) == moved
+    assert moved.on(one.mesh) == one
     assert moved.units != one.units or moved.ranks == 2
     assert state_bytes(moved)["optimizer"] < state_bytes(one)["optimizer"]
     assert trace(loss, tree, META, ranks=4) == trace(loss, tree, META, mesh=(("shard", 4),))
@@ -80,13 +81,15 @@ def trace_on_one_rank(mesh: Any) -> Any:
 def test_ranks_do_not_communicate_to_trace(pools: Pools) -> None:
     found, _ = pools[2].run(trace_on_one_rank)
     assert found.visits == trace(with_norm, model(), META, ranks=2, tx=TX).visits
-    assert state_bytes(found)["optimizer"] > 0 and found.update_when == "after norm"
+    assert state_bytes(found)["optimizer"] > 0
+    assert found.update_when == "after norm"
 
 
 def test_it_is_saved_with_a_program() -> None:
     found = trace(loss, model(), META)
     program = zero3()(found)
-    assert Program.from_json(program.to_json()) == program and program.trace.visits[1].cost.takes
+    assert Program.from_json(program.to_json()) == program
+    assert program.trace.visits[1].cost.takes
     visits = (v._replace(cost=v.cost._replace(flops=0, takes=(), gives=())) for v in found.visits)
     plain = found._replace(visits=tuple(visits))
     assert Program(plain, program.ops).fingerprint() == program.fingerprint()
@@ -114,9 +117,11 @@ def test_memory_that_several_visits_read_is_one_value() -> None:
 
     visits = trace(with_table, model(), META).visits
     (table,) = set.intersection(*(set(visit.cost.takes) for visit in visits[1 : 1 + L]))
-    assert table.nbytes == 5 * 4 and table.grad_bytes == 0
+    assert table.nbytes == 5 * 4
+    assert table.grad_bytes == 0
     for visit in visits[1 + L : 1 + 2 * L]:
-        assert visit.cost.gives == visit.cost.takes and visit.cost.peak_bytes == visit.cost.inner_bytes == 0
+        assert visit.cost.gives == visit.cost.takes
+        assert visit.cost.peak_bytes == visit.cost.inner_bytes == 0
 
 
 def test_what_the_loss_saves_outside_of_blocks() -> None:
@@ -215,8 +220,11 @@ def test_attention_saves_no_scores_and_is_counted_apart(how: dict[str, Any], pai
     assert cost.attention_flops == 2 * B * H * pairs * 2 * D
     assert cost.bwd_attention_flops == 2.5 * cost.attention_flops
     assert cost.flops == cost.bwd_flops == 0
-    keys, heads, size = how.get("keys", T), how.get("heads", H), how.get("dtype", torch.float32).itemsize
-    rows, columns = B * H * S * D * size, B * heads * keys * D * size
+    keys = how.get("keys", T)
+    heads = how.get("heads", H)
+    size = how.get("dtype", torch.float32).itemsize
+    rows = B * H * S * D * size
+    columns = B * heads * keys * D * size
     mask = S * keys if how.get("attn_mask") is True else 0
     assert cost.carry_bytes == rows
     assert cost.kept_bytes == rows + rows + 2 * columns + rows + B * H * S * 4 + mask  # x, q, k and v, out, logsumexp
@@ -233,7 +241,8 @@ def checkpointed(f: Any) -> Any:
     "wrap", [checkpointed, lambda f: ya.chunk(f, 2, in_axes=(None, 0))], ids=["checkpoint", "chunk"]
 )
 def test_attention_inside_blocks_that_recompute(wrap: Any) -> None:
-    plain, cost = attended(), attended(wrap=wrap)
+    plain = attended()
+    cost = attended(wrap=wrap)
     assert cost.attention_flops == plain.attention_flops
     assert cost.bwd_attention_flops == 3.5 * plain.attention_flops
     assert cost.kept_bytes < plain.kept_bytes / 3
@@ -245,7 +254,8 @@ def test_attention_inside_of_torchs_own_functions(is_causal: bool) -> None:
     width = H * D
 
     def attend(w: Any, x: Tensor) -> Tensor:
-        x, mask = x * w["gain"], torch.ones(S, S, dtype=torch.bool) if is_causal else None
+        x = x * w["gain"]
+        mask = torch.ones(S, S, dtype=torch.bool) if is_causal else None
         inside: Any = F.multi_head_attention_forward
         how = {"need_weights": False, "attn_mask": mask, "is_causal": is_causal}
         return inside(x, x, x, width, H, w["in"], w["b"], None, None, False, 0.0, w["out"], w["b2"], **how)[0]
@@ -274,7 +284,8 @@ def test_flex_attention_is_counted() -> None:
         return out * w["w"]
 
     cost = cost_of(attend, {"w": param(D)}, B, H, 128, D)
-    assert cost.attention_flops == 2 * B * H * 128**2 * 2 * D and cost.flops == 0
+    assert cost.attention_flops == 2 * B * H * 128**2 * 2 * D
+    assert cost.flops == 0
 
 
 def test_attention_written_by_hand_is_matrix_products() -> None:
@@ -283,17 +294,20 @@ def test_attention_written_by_hand_is_matrix_products() -> None:
         return torch.softmax(q @ q.mT, -1) @ q
 
     cost = cost_of(attend, {"w": param(D)}, B, H, S, D)
-    assert cost.flops == 2 * 2 * B * H * S * S * D and cost.attention_flops == 0
+    assert cost.flops == 2 * 2 * B * H * S * S * D
+    assert cost.attention_flops == 0
 
 
 # ---- scale
 
 
 def test_llama_405b_on_16384_ranks_needs_no_memory() -> None:
-    config, before = llama.CONFIGS["llama3.1-405b"], _resident()
+    config = llama.CONFIGS["llama3.1-405b"]
+    before = _resident()
     precision = ya.Precision(compute=torch.bfloat16)
     found = trace(*step_of(config, 1, 8192), mesh=(("node", 2048), ("local", 8)), precision=precision)
-    assert len(found.visits) == 128 and found.ranks == 16384
+    assert len(found.visits) == 128
+    assert found.ranks == 16384
     parameters = sum(unit.numel for unit in found.units)
     assert 405e9 < parameters < 406e9
     flops = sum(visit.cost.flops for visit in found.visits)
@@ -332,7 +346,8 @@ RATES = [optim.adamw(lambda count: 1e-3 / (1 + count)), optim.sgd(lambda count: 
 @pytest.mark.parametrize("tx", RATES, ids=["adamw", "sgd"])
 def test_a_rate_that_changes_takes_no_real_memory(tx: Any) -> None:
     """A petabyte: torch itself would run fused kernels with a rate that is a tensor on real zeros."""
-    tree, one = {"w": ya.Param((2**24, 2**24))}, torch.empty((), device="meta")
+    tree = {"w": ya.Param((2**24, 2**24))}
+    one = torch.empty((), device="meta")
     found = trace(lambda params, x: ya.apply(lambda w, x: (w["w"][0] * x).sum(), params, x), tree, one, tx=tx)
     assert state_bytes(found)["optimizer"] >= 2**50
 
@@ -365,7 +380,8 @@ def test_a_plan_does_not_start_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "_is_compiled", lambda: True)
     monkeypatch.setattr(torch.cuda, "_device_count_nvml", lambda: 1)  # that needs no driver
     plan = ya.planner.plan(loss, model(), META, tx=optim.muon(1e-2), ranks=16, cluster="h100-80g")
-    assert plan.fits and not torch.cuda.is_initialized()
+    assert plan.fits
+    assert not torch.cuda.is_initialized()
 
 
 def test_bad_arguments_are_named() -> None:

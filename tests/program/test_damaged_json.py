@@ -34,7 +34,9 @@ def searched(folder: Path, numbers: range) -> Counter[str]:
 
     def load() -> None:
         program = Program.from_json(given[0])
-        assert str(program) and program.fingerprint() and Program.from_json(program.to_json()) == program
+        assert str(program)
+        assert program.fingerprint()
+        assert Program.from_json(program.to_json()) == program
         verify(program)
         assert right(program), "verify accepts it, and it computes something else"
         program.wire_bytes(), program.slot_bytes(), program.host_bytes(), program.secondary_bytes()
@@ -46,7 +48,9 @@ def searched(folder: Path, numbers: range) -> Counter[str]:
 def test_damaged_programs(in_child: Callable[..., Any], tmp_path: Path, parts: list[range]) -> None:
     found: Counter[str] = sum((in_child(searched, tmp_path, part) for part in parts), Counter())
     print(found)
-    assert found.total() == sum(map(len, parts)) and found["ValueError"] > found["Refused"] > 0 and found["loaded"] > 0
+    assert found.total() == sum(map(len, parts))
+    assert found["ValueError"] > found["Refused"] > 0
+    assert found["loaded"] > 0
 
 
 TEXT = SMALL.to_json()
@@ -154,4 +158,5 @@ def test_memory_is_in_proportion_to_the_text() -> None:
         for item in ("[]", "{}", "0", '"a"', "[[[]]]", '{"a": {}}', "0.5")
     ]
     print(f"memory over text: a program {right_one:.1f}, hostile {max(hostile):.1f}")
-    assert right_one < 20 and max(hostile) < 60
+    assert right_one < 20
+    assert max(hostile) < 60

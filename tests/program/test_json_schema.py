@@ -61,7 +61,8 @@ def test_programs_of_version_1_are_read() -> None:
     """`program_1.json` was written with version 1, and is never written anew."""
     kept = json.loads(KEPT.read_text())
     program = verify(Program.from_json(json.dumps(kept)))
-    assert program.trace.microbatches == 2 and len(program.stages) == 2
+    assert program.trace.microbatches == 2
+    assert len(program.stages) == 2
     assert program == Program.from_json(program.to_json())
     for version in (2, None):  # none was written at first
         text = f"version: expected 1, got {version}; what another yafsdp_fn has written .* a schedule builds it anew"

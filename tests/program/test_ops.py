@@ -115,7 +115,8 @@ def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
     assert fills_of(op) == ((3, 1, 7), (4, 2, 8))
     assert fills_of(Gather((3, 4), (1, 2))) == ((3, 1, None), (4, 2, None))
     assert fills_of(Stash((3,), (1,))) == fills_of(Backward(0, (1,), (1,))) == ()
-    assert TRACE.weights_of(op) == ((3, 7), (4, 8)) and filled(op) == ((3, 1), (4, 2))
+    assert TRACE.weights_of(op) == ((3, 7), (4, 8))
+    assert filled(op) == ((3, 1), (4, 2))
     slots = SimpleNamespace(
         prepared={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None, stream="gather")}, contents={}
     )

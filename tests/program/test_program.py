@@ -169,7 +169,8 @@ def test_wire_bytes_of_every_kind_of_collective() -> None:
         "reduce": 128 * 7 // 8,
         "all-reduce": 2 * 2 * (128 // 8) * 2 // 3,
     }
-    assert Program(trace, ops).count(Gather, "node") == 1 and Program(trace, ops).count(AllReduce) == 2
+    assert Program(trace, ops).count(Gather, "node") == 1
+    assert Program(trace, ops).count(AllReduce) == 2
 
 
 # ---- two programs
@@ -181,7 +182,8 @@ def test_no_difference() -> None:
 
 
 def test_a_difference_in_words() -> None:
-    one, two = zero3()(model(3)), zero3(remat=remat.first(1))(model(3))
+    one = zero3()(model(3))
+    two = zero3(remat=remat.first(1))(model(3))
     assert one.diff(two).splitlines() == [
         "--- this",
         "+++ other",
@@ -227,16 +229,19 @@ PROGRAMS = [
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_json_round_trip(program: Program) -> None:
     again = Program.from_json(program.to_json())
-    assert again == program and hash(again) == hash(program)
+    assert again == program
+    assert hash(again) == hash(program)
     assert [type(op) for op in again.ops] == [type(op) for op in program.ops]
     assert type(again.trace.units[0]) is type(program.trace.units[0])
-    assert again.fingerprint() == program.fingerprint() and str(again) == str(program)
+    assert again.fingerprint() == program.fingerprint()
+    assert str(again) == str(program)
     verify(again)
 
 
 def test_a_program_of_several_stages_has_parts() -> None:
     program = one_f_one_b()(cut(model(4, 2), (0, 1)))
-    assert [part.ops for part in program.by_stage] == [*program.stages] and program.by_stage is program.by_stage
+    assert [part.ops for part in program.by_stage] == [*program.stages]
+    assert program.by_stage is program.by_stage
     assert [part.by_stage for part in program.by_stage] == [(part,) for part in program.by_stage]
     with pytest.raises(TypeError, match=r"a program of 2 stages has a list of ops for each: program\.stages\[0\]"):
         _ = program.ops
@@ -263,8 +268,10 @@ def test_a_fingerprint_ignores_measured_costs() -> None:
 
 def test_a_fingerprint_sees_what_ranks_must_agree_on() -> None:
     program = PROGRAMS[0]
-    trace, ops = program.trace, program.ops
-    unit, visit = trace.units[0], trace.visits[0]
+    trace = program.trace
+    ops = program.ops
+    unit = trace.units[0]
+    visit = trace.visits[0]
     traces: list[dict[str, Any]] = [
         {"units": (unit._replace(numel=1), *trace.units[1:])},
         {"visits": (visit._replace(trained=()), *trace.visits[1:])},
@@ -296,7 +303,8 @@ def test_counts_are_of_units_not_of_ops() -> None:
 
 def test_carries_take_room_in_their_slots_and_on_the_host() -> None:
     program = PROGRAMS[-1]
-    assert program.carry_slot_bytes() == {0: 1024, 1: 1536} and program.host_bytes() == {1: 1024, 2: 1024}
+    assert program.carry_slot_bytes() == {0: 1024, 1: 1536}
+    assert program.host_bytes() == {1: 1024, 2: 1024}
     assert "offloaded visits: 2 (0.0 MiB), carry slots 2 (0.0 MiB)" in str(program)
     assert zero3(remat=remat.offload())(model(4)).carry_slot_bytes() == {0: 0, 1: 0}  # nothing has measured them
     assert PROGRAMS[0].carry_slot_bytes() == PROGRAMS[0].host_bytes() == {}
@@ -310,9 +318,26 @@ def test_a_wrong_program_can_be_printed() -> None:
 
 def test_json_holds_plain_data() -> None:
     data = json.loads(TEXT)
-    assert set(data) == {"version", "trace", "stages"} and data["stages"][0][0] == ["gather", [0], [2], "shard"]
-    fields = "units visits order mesh microbatches update_when precision optimizer lent ordered split stage loss_of"
-    assert set(data["trace"]) == {*fields.split(), "between", "kernels"}
+    assert set(data) == {"version", "trace", "stages"}
+    assert data["stages"][0][0] == ["gather", [0], [2], "shard"]
+    fields = {
+        "units",
+        "visits",
+        "order",
+        "mesh",
+        "microbatches",
+        "update_when",
+        "precision",
+        "optimizer",
+        "lent",
+        "ordered",
+        "split",
+        "stage",
+        "loss_of",
+        "between",
+        "kernels",
+    }
+    assert set(data["trace"]) == fields
 
 
 def test_a_trace_is_a_table() -> None:
@@ -321,8 +346,11 @@ def test_a_trace_is_a_table() -> None:
         first, head, *rows = str(trace).splitlines()
         what = "a training step" if trace.trains else "an evaluation"
         mesh = "stage=2, shard=2" if trace.split is not None else "shard=2"
-        assert first.startswith(f"trace of {what} on the mesh ({mesh}): {len(trace.units)} units, ") and len(rows) < 23
+        assert first.startswith(f"trace of {what} on the mesh ({mesh}): {len(trace.units)} units, ")
+        assert len(rows) < 23
         assert head.split()[:3] == ["visit", "units", "trained"]
-        assert rows[0].split()[:3] == ["0", "embed", "0"] and rows[1].split()[:2] == ["1", "a[0]"]
-        assert rows[-2].startswith("order: forward 0") and f"; {len(trace.order)} computes" in rows[-2]
+        assert rows[0].split()[:3] == ["0", "embed", "0"]
+        assert rows[1].split()[:2] == ["1", "a[0]"]
+        assert rows[-2].startswith("order: forward 0")
+        assert f"; {len(trace.order)} computes" in rows[-2]
         assert repr(trace) == f"Trace({first})"

@@ -83,7 +83,8 @@ def model(
 
 def together(count: int, microbatches: int = 1, *, alternating: bool = False) -> Trace:
     """Two stacks visited in one scan: both layers in one visit, or one after the other."""
-    a, b = layers("a", count, 0), layers("b", count, count)
+    a = layers("a", count, 0)
+    b = layers("b", count, count)
     pairs = [[x.id, y.id] for x, y in zip(a, b, strict=True)]
     return trace_of([*a, *b], [[i] for pair in pairs for i in pair] if alternating else pairs, microbatches)
 
@@ -97,7 +98,8 @@ def batched(ids: Sequence[int], n: int) -> Iterator[tuple[int, ...]]:
 def cut(trace: Trace, homes: Sequence[int], skips: Sequence[tuple[int, int]] = (), bounds: Sequence[int] = ()) -> Trace:
     """`trace` on pipeline stages: its visits in as many segments as there are homes, each taking what the one before
     has made. skips: further flows, `(source, target)`; bounds: the first visit of each segment, even by default"""
-    count, visits = len(homes), len(trace.visits)
+    count = len(homes)
+    visits = len(trace.visits)
     starts = list(bounds) or [visits * k // count for k in range(count)]
     pairs = sorted([*((k, k + 1) for k in range(count - 1)), *skips])
     flows = tuple(Flow(*pair, 64, 32) for pair in pairs)

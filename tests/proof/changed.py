@@ -45,7 +45,8 @@ def odd_step_of(rng: random.Random, order: str, mesh: str, updates: UpdateWhen) 
     places = homes(order, rng.choice((2, 2, 3)))
     count = len(places)
     plain = model(max(0, count - 2) + rng.choice((0, 0, 1, 2)), rng.choice((1, 2, 2, 3)), tied=rng.random() < 0.4)
-    uses, units = [visit.units for visit in plain.visits], list(plain.units)
+    uses = [visit.units for visit in plain.visits]
+    units = list(plain.units)
     starts = [len(uses) * k // count for k in range(count)]
     for border in starts[1:]:
         if rng.random() < 0.3:
@@ -75,7 +76,8 @@ def odd_step_of(rng: random.Random, order: str, mesh: str, updates: UpdateWhen) 
     trace = cut(on(trace, mesh, updates), places, skips, starts)
     assert trace.split is not None
     trains = [any(visit.trained for visit in trace.visits[slice(*ends)]) for ends in trace.split.segments]
-    flows, smooth = [], list(trains)  # whether what a segment gives has a gradient
+    flows = []
+    smooth = list(trains)  # whether what a segment gives has a gradient
     for flow in trace.split.flows:
         passes = smooth[flow.source] and rng.random() < 0.9
         smooth[flow.target] |= passes
@@ -115,7 +117,8 @@ def changed_messages(made: Program, rng: random.Random) -> Program:
         pairs = [pair for op in here.ops for pair in here.trace.messages_of(op)]
         if not pairs:
             return made
-        message, new = rng.choice(pairs)[0], rng.randrange(len({slot for _, slot in pairs}) + 1)
+        message = rng.choice(pairs)[0]
+        new = rng.randrange(len({slot for _, slot in pairs}) + 1)
         return made.with_ops((_in_slot(here.trace, op, message, new) for op in here.ops), stage)
     sends = [op for op in here.ops if isinstance(op, Send)]
     if len(sends) > 1:

@@ -50,7 +50,8 @@ def a_program(rng: random.Random) -> Program:
 
 def different(drawn: Callable[[random.Random], Program | None], seed: int) -> Iterator[Program]:
     """Different ones of up to MOST ops, without end."""
-    rng, seen = random.Random(seed), set[Any]()
+    rng = random.Random(seed)
+    seen = set[Any]()
     while True:
         made = drawn(rng)
         if made is None or not 0 < len(made) <= MOST:
@@ -87,7 +88,8 @@ def compare(number: int, made: Iterable[Program], seconds: float = float("inf"))
 
     Raises AssertionError for one that is accepted, and goes wrong in some order."""
     found = Found(Counter(), Counter())
-    begin, asked = time.monotonic(), 0
+    begin = time.monotonic()
+    asked = 0
     for program in made:
         if asked >= number or time.monotonic() - begin > seconds:
             break
@@ -110,7 +112,8 @@ def report(found: Found) -> str:
     for (rule, says), number in found.said.items():
         said["accepted" if not rule else says] += number
     refused = found.said.total() - said["accepted"]
-    asked, right = refused - said["not asked"], said["right"]
+    asked = refused - said["not asked"]
+    right = said["right"]
     lines = [
         f"{found.said.total() - said['not asked']} different programs in form, and {said['not asked']} that are not",
         f"accepted: {said['accepted']}; z3 proves of all of them that no order goes wrong",
@@ -134,7 +137,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop then, whatever is done")
     parser.add_argument("--stages", action="store_true", help="pipelines instead")
     args = parser.parse_args()
-    begin, cpu = time.monotonic(), time.process_time()
+    begin = time.monotonic()
+    cpu = time.process_time()
     try:
         found = compare(args.programs, different(a_pipeline if args.stages else a_program, args.seed), args.seconds)
     except AssertionError as wrong:

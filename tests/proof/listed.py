@@ -64,10 +64,13 @@ def _op(line: str, trace: Trace) -> Op:
         case "stash":
             return Stash(ids, slots("<-"))
         case "forward":
-            early, took, gave = slots("begin grad"), slots("from carry"), slots("to carry")
+            early = slots("begin grad")
+            took = slots("from carry")
+            gave = slots("to carry")
             return Forward(visit, slots(" in"), "keep graph" in rest, microbatch, carry("save in"), early, took, gave)
         case "backward":
-            took, gave = slots("from carry"), slots("to carry")
+            took = slots("from carry")
+            gave = slots("to carry")
             return Backward(visit, slots(" in"), slots("-> grad"), microbatch, carry(","), took, gave)
         case "reduce":
             return Reduce(ids, slots("<- grad"))
@@ -135,7 +138,8 @@ def replace(start: str, op: Op) -> Edit:
 
 def move(start: str, before: str) -> Edit:
     def edit(program: Program) -> Program:
-        at, to = place(program, start), place(program, before)
+        at = place(program, start)
+        to = place(program, before)
         rest = [op for number, op in enumerate(program.ops) if number != at]
         assert to < at
         return program.with_ops((*rest[:to], program.ops[at], *rest[to:]))

@@ -43,7 +43,8 @@ def reaches(waits: Sequence[Sequence[int]], ops: Sequence[OnStream], pair: tuple
             found.append(last[op.stream])
         last[op.stream] = len(before)
         before.append(found)
-    seen, todo = set(), [later]
+    seen = set()
+    todo = [later]
     while todo:
         new = [key for key in before[todo.pop()] if key not in seen and key >= earlier]
         seen.update(new)

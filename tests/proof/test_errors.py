@@ -69,7 +69,8 @@ def test_a_stale_secondary_shard_is_drawn() -> None:
 
 def test_a_message_without_stages_is_shown_as_it_is() -> None:
     refused = refusal(begin(Receive(0, 0))(PLAIN))
-    assert refused.rule == "form" and str(refused).startswith("op 0 (Receive(flow=0, ")
+    assert refused.rule == "form"
+    assert str(refused).startswith("op 0 (Receive(flow=0, ")
     assert str(refused).endswith("the trace has no pipeline stages")
 
 
@@ -79,5 +80,7 @@ def test_of_many_uses_the_middle_is_left_out() -> None:
     program = zero3(update=True)(trace)
     last = max(at for at, op in enumerate(program.ops) if op == Gather((1,), (0,)))
     lines = drawing(refusal(program.with_ops(op for at, op in enumerate(program.ops) if at != last)))
-    assert len(lines) == 10 and lines[5] == "..."
-    assert lines[1].endswith("<- refused") and lines[-1].endswith("<- against this")
+    assert len(lines) == 10
+    assert lines[5] == "..."
+    assert lines[1].endswith("<- refused")
+    assert lines[-1].endswith("<- against this")

@@ -36,7 +36,8 @@ from yafsdp_fn.schedules import (
 
 def alphabet(trace: Trace, slots: int, carries: int) -> list[Op]:
     """Ops on the units and visits of `trace`, with so many slots and gradient slots, and so many carry slots."""
-    units, ops = range(len(trace.units)), list[Op]()
+    units = range(len(trace.units))
+    ops = list[Op]()
     keeps = (False, True) if EVERY or (len(units) == 1 and not carries) else (False,)
     for u, slot in itertools.product(units, range(slots)):
         ops += [Gather((u,), (slot,)), Reduce((u,), (slot,))]
@@ -96,7 +97,9 @@ DAILY = ("one visit, update after the norm",)
 @pytest.mark.parametrize("name", by_day(WALKS, *DAILY))
 def test_every_program_of_few_ops(name: str) -> None:
     trace, slots, carries, length = WALKS[name]
-    ops, begun, verdicts = alphabet(trace, slots, carries), [Program(trace, ())], Verdicts()
+    ops = alphabet(trace, slots, carries)
+    begun = [Program(trace, ())]
+    verdicts = Verdicts()
     for _ in range(length + EVERY):
         begun = [Program(trace, (*start.ops, op)) for start in begun for op in ops]
         begun = [start for start in begun if alive(start)]

@@ -81,7 +81,8 @@ def test_no_wrong_neighbour_of_a_larger_program_is_accepted(trace: str, schedule
 def test_no_wrong_pair_of_changes_is_accepted(first: int) -> None:
     """Changes of changed programs that are still right: some, of every fourth small program; SCHEDULE_MUTANTS=all: of
     all."""
-    rng, verdicts = random.Random(first), Verdicts()
+    rng = random.Random(first)
+    verdicts = Verdicts()
     for trace, schedule in list(itertools.product(SMALL.values(), SCHEDULES))[first :: 1 if EVERY else 4]:
         start = program(trace, schedule)
         once = [mutant for mutant in neighbours(start) if not refusal(mutant)]
@@ -98,7 +99,8 @@ def test_no_wrong_pair_of_changes_is_accepted(first: int) -> None:
 def test_every_pair_of_changes_of_the_smallest_program(schedule: str) -> None:
     """One visit of one unit, whatever two changes do to it, also where the first alone is wrong; by default every
     eighth pair."""
-    verdicts, tried = Verdicts(), 0
+    verdicts = Verdicts()
+    tried = 0
     for trace in SMALL if EVERY else ("one unit",):
         seen = set()
         for once in neighbours(program(SMALL[trace], schedule)):

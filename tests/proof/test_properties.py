@@ -96,7 +96,8 @@ def random_changes(trace: Trace, all_builders: list[Choice], rng: random.Random)
         for _ in range(20):
             attempt = mutant(program, rng)
             if changed < 4 and attempt.ops != program.ops and accepted(attempt):
-                program, changed = attempt, changed + 1
+                program = attempt
+                changed = changed + 1
         event(f"{changed} changes")
         assert right(program), f"accepted, though wrong:\n{program}"
         ops = issued(program, rng.choice(MODES))
@@ -114,7 +115,8 @@ def accepted(program: Program) -> bool:
 
 def counts(program: Program, choice: Choice) -> None:
     """What holds of every trace."""
-    trace, options = program.trace, choice.options
+    trace = program.trace
+    options = choice.options
     visited = {u for visit in trace.visits for u in visit.units}
     trained = {u for visit in trace.visits for u in visit.trained} if trace.trains else set()
     trainable = {u.id for u in trace.units if u.trainable}

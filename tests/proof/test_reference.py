@@ -82,7 +82,8 @@ def test_mistakes(edit: Edit, program: Program, modes: set[Mode]) -> None:
 
 def test_what_a_slot_must_carry_over_shows_in_the_second_step() -> None:
     program = drop("gather a[0] ->")(WHOLE)
-    result, want = run(program), expected(program)
+    result = run(program)
+    want = expected(program)
     assert result is not None
     wrong = {key[1] for key, value in want.items() if key[0] == "forward" and result[key] != value}
     assert wrong == set(range(1, STEPS))
@@ -91,5 +92,6 @@ def test_what_a_slot_must_carry_over_shows_in_the_second_step() -> None:
 def test_every_contribution_counts_once_per_replica() -> None:
     _, gradient, norm = expected(WHOLE)["update", 0, 3]
     assert list(gradient.values()) == [WHOLE.trace.replicas] == [3]
-    assert norm[3] == frozenset(gradient.items()) and set(norm) == {0, 1, 2, 3, 4}
+    assert norm[3] == frozenset(gradient.items())
+    assert set(norm) == {0, 1, 2, 3, 4}
     assert ALIASED in MODES

@@ -41,7 +41,8 @@ def half_shared() -> Program:
 
 def overtaken() -> Program:
     """The second message is sent before the first."""
-    first, second = index(0, Send, 0), index(0, Send, 1)
+    first = index(0, Send, 0)
+    second = index(0, Send, 1)
     return edited(0, lambda ops: ops.insert(second, ops.pop(first)))
 
 
@@ -79,7 +80,8 @@ WRONG: dict[str, Program] = {
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 def test_every_rule_refuses_a_program_with_its_sentence(rule: object) -> None:
-    name, sentence = rule.name, rule.sentence
+    name = rule.name
+    sentence = rule.sentence
     with pytest.raises(Refused, match=f"rule '{name}': ") as refused:
         verify(WRONG[name])
     assert refused.value.rule == name

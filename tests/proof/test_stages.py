@@ -120,25 +120,30 @@ def test_a_refusal_of_one_stage_names_it() -> None:
 
 def test_updates_of_some_stages_alone() -> None:
     trace = cut(on(model(4, 2), "ranks", "after norm"), (0, 1))
-    updated, not_updated = one_f_one_b(zero2(update=True))(trace), one_f_one_b(zero2())(trace)
+    updated = one_f_one_b(zero2(update=True))(trace)
+    not_updated = one_f_one_b(zero2())(trace)
     mixed = Program(trace, updated.stages[0], not_updated.stages[1])
     check(mixed, 1, "update", "stage 0 updates its units inside its program, stage 1 does not")
 
 
 def test_match() -> None:
-    a, b = index(0, Send, 0), index(0, Send, 1)
+    a = index(0, Send, 0)
+    b = index(0, Send, 1)
     first = PLAIN.stages[0][a]
     # the second message overtakes the first: both are in slots of their own
     overtaken = edited(0, lambda ops: ops.insert(b, ops.pop(a)))
     crossed = check(overtaken, 0, "match", "message 0 from stage 0 to 1 is another")
     assert not right(overtaken)
     lines = str(crossed).splitlines()
-    assert lines[1] == "    messages from stage 0 to stage 1:" and lines[2].split() == ["stage", "0", "stage", "1"]
-    assert "(microbatch 1)" in lines[3].split("<-->")[0] and "(microbatch 0)" in lines[3].split("<-->")[1]
+    assert lines[1] == "    messages from stage 0 to stage 1:"
+    assert lines[2].split() == ["stage", "0", "stage", "1"]
+    assert "(microbatch 1)" in lines[3].split("<-->")[0]
+    assert "(microbatch 0)" in lines[3].split("<-->")[1]
     assert isinstance(first, Send)
     never = [op for op in PLAIN.stages[1] if not (isinstance(op, Send) and op.microbatch == 2)]
     slots = {op.carry_slot for op in PLAIN.stages[1] if isinstance(op, Send) and op.microbatch == 2}
-    assert len(slots) == 1 and len(never) < len(PLAIN.stages[1])
+    assert len(slots) == 1
+    assert len(never) < len(PLAIN.stages[1])
     check(edited(1, lambda ops: ops.__setitem__(slice(None), never)), 1, "flow", "nothing takes gradient 0 <- 1")
 
 
@@ -176,10 +181,12 @@ def test_deadlock() -> None:
 def test_a_host_may_wait_for_its_device() -> None:
     """A receive is issued before what its sender waits for: it hangs where a forward synchronises the device."""
     made = verify(one_f_one_b(zero3())(cut(model(4, 1), (0, 1))))
-    at, last = index(0, Receive, 0, made), index(0, Forward, 2, made)
+    at = index(0, Receive, 0, made)
+    last = index(0, Forward, 2, made)
     ahead = edited(0, lambda ops: ops.insert(last, ops.pop(at)), made)
     refused = check(ahead, 0, "deadlock", r"receive gradient 0 <- 1 .*waits for stage 1, which waits, too")
-    assert refused.op == last and "stage 1 waits at op" in str(refused)
+    assert refused.op == last
+    assert "stage 1 waits at op" in str(refused)
 
 
 def test_communication_begins_in_the_order_in_which_it_was_issued() -> None:

@@ -104,7 +104,9 @@ def test_no_wrong_row_of_actions_is_accepted(family: str) -> None:
     for number, mutant in every if EVERY else itertools.islice(every, 0, None, 53 if family != "1F1B" else 7):
         judged(partial(made, mutant, trace), verdicts, number)
     shown(family, verdicts)
-    assert verdicts["accepted, right"] and verdicts["flow"] and verdicts["weights"]
+    assert verdicts["accepted, right"]
+    assert verdicts["flow"]
+    assert verdicts["weights"]
 
 
 @pytest.mark.nightly
@@ -121,7 +123,9 @@ def test_no_wrong_row_of_calls_is_accepted(sharding: Schedule) -> None:
         for number, mutant in every if EVERY else itertools.islice(every, 0, None, 41):
             judged(partial(made, mutant, trace, sharding), verdicts, number)
     shown("calls alone", verdicts)
-    assert verdicts["accepted, right"] and verdicts["calls"] and (not EVERY or verdicts["deadlock"])
+    assert verdicts["accepted, right"]
+    assert verdicts["calls"]
+    assert not EVERY or verdicts["deadlock"]
 
 
 def _rows(pipeline: Program) -> list[list[object]]:
@@ -153,7 +157,9 @@ def test_no_wrong_neighbour_of_a_pipeline_is_accepted(case: str) -> None:
                 continue
             judged(partial(start.with_ops, mutant.ops, stage), verdicts, number)
     shown(case, verdicts)
-    assert verdicts["accepted, right"] and verdicts["flow"] and verdicts["calls"]
+    assert verdicts["accepted, right"]
+    assert verdicts["flow"]
+    assert verdicts["calls"]
 
 
 SEEDS = 4
@@ -162,10 +168,12 @@ SEEDS = 4
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_no_wrong_pipeline_of_an_odd_step_is_accepted(seed: int) -> None:
     """Of any order and sharding: their calls, messages and ops changed once or twice."""
-    rng, verdicts = random.Random(seed), Counter[str]()
+    rng = random.Random(seed)
+    verdicts = Counter[str]()
     while sum(verdicts.values()) < (10000 if EVERY else 60) // SEEDS:
         pipeline = a_pipeline(rng, odd_step_of, any_change, 1)
         if pipeline is not None:
             judged(lambda made=pipeline: made, verdicts, rng.randrange(2**32))
     shown(f"odd steps, seed {seed}", verdicts)
-    assert verdicts["accepted, right"] and verdicts["flow"]
+    assert verdicts["accepted, right"]
+    assert verdicts["flow"]

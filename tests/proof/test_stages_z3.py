@@ -34,7 +34,8 @@ def test_without_a_wait_for_a_message_z3_finds_the_order_that_goes_wrong() -> No
     """Of the first step's waits each that is of messages; the second step reads what it leaves."""
     joint = SmtPipeline(PLAIN, SHARDED)
     waits = waits_of(joint)
-    assert ends(joint, waits) and bad_order(joint, waits) is None
+    assert ends(joint, waits)
+    assert bad_order(joint, waits) is None
     needed = [
         (at, wait)
         for at, found in enumerate(waits)
@@ -45,7 +46,8 @@ def test_without_a_wait_for_a_message_z3_finds_the_order_that_goes_wrong() -> No
     assert len(needed) == 10
     for pair in needed:
         found = bad_order(joint, without(waits, pair))
-        assert found is not None and found[0].what == "it takes something else than what is for it"
+        assert found is not None
+        assert found[0].what == "it takes something else than what is for it"
         assert found[1][0].startswith("stage ")
 
 
@@ -57,8 +59,10 @@ def test_a_message_is_what_was_sent_in_its_turn() -> None:
     with pytest.raises(Refused, match="rule 'match'"):
         verify(crossed)
     bad = opinion(crossed)
-    assert bad is not None and bad.order is not None
-    assert bad.why.startswith("stage 1, step 0: Forward(visit=1") and "takes something else" in bad.why
+    assert bad is not None
+    assert bad.order is not None
+    assert bad.why.startswith("stage 1, step 0: Forward(visit=1")
+    assert "takes something else" in bad.why
 
 
 def test_stages_that_wait_for_each_other_have_no_order() -> None:
@@ -70,7 +74,8 @@ def test_stages_that_wait_for_each_other_have_no_order() -> None:
     assert not ends(joint, waits)
     assert bad_order(joint, waits) is None  # where communication begins in any order, all is well
     bad = opinion(stuck)
-    assert bad is not None and bad.why == "stages wait for each other"
+    assert bad is not None
+    assert bad.why == "stages wait for each other"
 
 
 def early() -> Program:
@@ -93,7 +98,9 @@ def test_what_one_stage_does_alone_stops(kind: type[Op]) -> None:
     with pytest.raises(Refused, match=r"rule '(norm|update)'"):
         verify(alone)
     bad = opinion(alone)
-    assert bad is not None and bad.order is None and bad.why == "it waits for what never comes"
+    assert bad is not None
+    assert bad.order is None
+    assert bad.why == "it waits for what never comes"
 
 
 def test_a_unit_that_stages_share_is_summed_where_it_is_complete() -> None:
@@ -105,7 +112,8 @@ def test_a_unit_that_stages_share_is_summed_where_it_is_complete() -> None:
     ops.insert(2, ops.pop(at))
     joint = SmtPipeline(whole.with_ops(ops, 1), SHARDED)
     bad = bad_order(joint, waits_of(joint))  # hosts that wait for their devices would never come to it
-    assert bad is not None and "the gradient of embed" in bad[0].what
+    assert bad is not None
+    assert "the gradient of embed" in bad[0].what
 
 
 def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -> None:
@@ -117,7 +125,9 @@ def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -
     with pytest.raises(Refused, match="rule 'shared': nothing on this stage trains embed"):
         verify(made)
     bad = opinion(made)
-    assert bad is not None and bad.order is not None and "the gradient of embed" in bad.why
+    assert bad is not None
+    assert bad.order is not None
+    assert "the gradient of embed" in bad.why
 
 
 def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
@@ -132,4 +142,5 @@ def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
     with pytest.raises(Refused, match="rule 'deadlock'"):
         verify(whole.with_ops(ops, 1))
     bad = opinion(whole.with_ops(ops, 1))
-    assert bad is not None and bad.why == "stages wait for each other"
+    assert bad is not None
+    assert bad.why == "stages wait for each other"

@@ -63,7 +63,8 @@ def test_an_order_is_told_in_words() -> None:
     found = bad_order(terms, [[] for _ in terms.events])
     assert found is not None
     wrong, order = found
-    assert len(order) == len(terms.events) and len(set(order)) > 10
+    assert len(order) == len(terms.events)
+    assert len(set(order)) > 10
     assert wrong.what.startswith(
         ("it reads no ", "the gradient of ", "it has no norm", "it updates weights of another")
     )
@@ -93,4 +94,6 @@ def test_a_gradient_that_is_reduced_twice_is_named() -> None:
     with pytest.raises(Refused, match="rule 'reduce'"):
         verify(twice)
     bad = opinion(twice)
-    assert bad is not None and bad.order is not None and "not there, or not once" in bad.why
+    assert bad is not None
+    assert bad.order is not None
+    assert "not there, or not once" in bad.why

@@ -20,14 +20,16 @@ def refusal(mutant: Program) -> str:
     try:
         verify(mutant)
     except Refused as refused:
-        assert refused.rule in RULES and f"rule {refused.rule!r}" in str(refused)
+        assert refused.rule in RULES
+        assert f"rule {refused.rule!r}" in str(refused)
         return refused.rule
     return ""
 
 
 def judged(mutant: Program, verdicts: Verdicts) -> bool:
     """Counts the verdict on `mutant`, which must not be accepted if it is wrong. Gives whether it is accepted."""
-    rule, fine = refusal(mutant), right(mutant)
+    rule = refusal(mutant)
+    fine = right(mutant)
     assert rule or fine, f"accepted, though wrong (updates {mutant.trace.update_when}):\n{mutant}"
     verdicts[rule, fine] += 1
     return not rule

@@ -62,7 +62,8 @@ def _order(terms: SmtTerms, waits: list[list[int]]) -> Iterator[str]:
 def _asked(terms: SmtTerms) -> Iterator[str]:
     """What events find and leave, in an order, and that something of it is wrong."""
     half = len(terms.bits)
-    spoilt, none = terms.spoilt, terms.gradient()
+    spoilt = terms.spoilt
+    none = terms.gradient()
     yield f"(define-sort W () (_ BitVec 16)) (define-sort G () (_ BitVec {terms.width}))"
     both = f"(ite (= (bvand a b) {none}) {none} {spoilt})"
     yield f"(define-fun add ((a G) (b G)) G (bvor a b {both}))"

@@ -26,7 +26,8 @@ ON_STAGES = [name for name in REMATS if "offload" not in name]
 def builder(rng: random.Random, update: bool, remats: Sequence[str] = tuple(REMATS)) -> tuple[Schedule, str]:
     """Any builder with any options, and a mesh that it fits."""
     options: dict[str, Any] = {"remat": REMATS[rng.choice(remats)], "update": update}
-    prefetch, defer = {"prefetch": rng.randrange(4)}, {"defer": rng.random() < 0.5}
+    prefetch = {"prefetch": rng.randrange(4)}
+    defer = {"defer": rng.random() < 0.5}
     name = rng.choice(("zero1", "zero2", "zero3", "ddp", "hsdp", "hpz"))
     meshes = ("one rank", "ranks", "replicas", "nodes", "replicas and nodes", "replicas of the whole")
     if name == "ddp":

@@ -42,7 +42,8 @@ def reduced(program: Program) -> list[int]:
 @pytest.mark.parametrize("L", DEPTHS)
 def test_a_forward_alone_gathers_each_unit_once(L: int) -> None:
     program = zero3()(model(L, backward=False))
-    assert program.count(Gather) == L + 2 and program.count(Reduce) == 0
+    assert program.count(Gather) == L + 2
+    assert program.count(Reduce) == 0
 
 
 @pytest.mark.parametrize("resident", range(9))
@@ -68,13 +69,15 @@ def test_without_prefetch_a_gather_stands_right_before_its_compute() -> None:
     ops = zero3(prefetch=0)(model(4)).ops
     for gather, compute in itertools.pairwise(ops):
         if isinstance(gather, Gather):
-            assert isinstance(compute, Forward | Backward) and gather.slots[0] in compute.slots
+            assert isinstance(compute, Forward | Backward)
+            assert gather.slots[0] in compute.slots
 
 
 def test_slots_are_as_large_as_the_largest_unit_in_them() -> None:
     program = zero3()(model(3))  # units embed 0, layers 1, 2, 3, head 4; unit u gathers 4 * (10 + u) bytes
     slot = {i: s for op in program.ops if isinstance(op, Gather) for i, s in zip(op.units, op.slots, strict=True)}
-    assert slot[1] == slot[3] != slot[2] and slot[0] != slot[4]
+    assert slot[1] == slot[3] != slot[2]
+    assert slot[0] != slot[4]
     sizes = program.slot_bytes()
     assert {i: sizes[slot[i]] for i in range(5)} == {0: 40, 1: 52, 2: 48, 3: 52, 4: 56}
     assert sorted(program.grad_slot_bytes().values()) == [80, 96, 104, 112]
@@ -83,7 +86,8 @@ def test_slots_are_as_large_as_the_largest_unit_in_them() -> None:
 def test_a_tied_gradient_is_reduced_once_a_microbatch() -> None:
     program = zero3()(model(3, 2, tied=True))
     assert reduced(program).count(0) == 2
-    assert isinstance(program.ops[-1], Reduce) and program.ops[-1].units == (0,)
+    assert isinstance(program.ops[-1], Reduce)
+    assert program.ops[-1].units == (0,)
 
 
 def test_a_shared_slot_is_reduced_before_another_gradient_arrives() -> None:

@@ -91,7 +91,8 @@ def test_collectives_and_bytes_of_the_docstrings(name: str, update: str) -> None
         assert program.count(AllReduce) == (L + U if trace.replicas > 1 else 0)
         in_node = program.count(Gather, "node")
         if name.startswith("hpz"):
-            k, w = factory.args[0], max(2, factory.keywords["prefetch"] + 1)
+            k = factory.args[0]
+            w = max(2, factory.keywords["prefetch"] + 1)
             assert in_node == M * max(0, min(k, L - w)) + (M - 1) * max(0, min(k, L) - w), (L, M)
             assert set(program.secondary_bytes().values()) <= {B // trace.local_ranks}
         sent, R, P, K = program.wire_bytes(), trace.ranks, trace.replicas, trace.local_ranks

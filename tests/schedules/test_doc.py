@@ -99,11 +99,14 @@ def test_every_block_runs_and_its_figures_and_refusal_are_as_shown(
     assert str(refusal.value) in PAGE
     out = capsys.readouterr().out
     assert "reduce head, layers[3] <- grad slots" in out
-    assert names["x"] == 13 and len(names["ys"]) == 5
+    assert names["x"] == 13
+    assert len(names["ys"]) == 5
     own = [line for line in out.splitlines() if line.startswith("[('layers.compute(float32)")]
-    assert len(own) == 1 and f"    {own[0]}\n" in PAGE
+    assert len(own) == 1
+    assert f"    {own[0]}\n" in PAGE
     offloads = [line for line in out.splitlines() if line.startswith("| `")]
-    assert len(offloads) == 5 and [line for line in offloads if f"{line}\n" not in PAGE] == []
+    assert len(offloads) == 5
+    assert [line for line in offloads if f"{line}\n" not in PAGE] == []
 
 
 @on_ranks()

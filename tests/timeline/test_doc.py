@@ -24,13 +24,15 @@ def test_measured_and_beside_a_prediction(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     tx = ya.optim.adamw(1e-3)
-    state, step = ya.init(small.model(), tx, mesh=small.one_rank()), ya.train_step(small.loss, tx)
+    state = ya.init(small.model(), tx, mesh=small.one_rank())
+    step = ya.train_step(small.loss, tx)
     names: dict[str, Any] = {"state": state, "step": step, "batch": small.batch()}
     predicted = simulate(step.lower(state, names["batch"]), CLUSTERS["a100-80g"])
     exec(MEASURED, names)
     exec(BOTH, names | {"predicted": predicted, "measured": names["timeline"]})
     out = capsys.readouterr().out
-    assert "measured, rank 0 of 1: " in out and "\npredicted over measured: step " in out
+    assert "measured, rank 0 of 1: " in out
+    assert "\npredicted over measured: step " in out
     assert sorted(os.listdir(tmp_path)) == ["both.png", "measured.json", "measured.png"]
     trace_events.check(Path("measured.json").read_text())
 

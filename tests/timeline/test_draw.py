@@ -63,7 +63,8 @@ def by_hand() -> Timeline:
     reduce                                       [R0]
     """
     trace = on(model(2), MESH)
-    embed, first = 0, 1
+    embed = 0
+    first = 1
     ops = [
         Span(0, Gather((embed,), (0,)), "gather", 0.0, 1.0),
         Span(1, Gather((first,), (1,)), "gather", 2.0, 4.0, cause=2),
@@ -169,7 +170,8 @@ def test_eighty_layers_are_numbered_where_there_is_room(tmp_path: Path) -> None:
     numbers = [int(text) for text in found if text.isdigit()]
     assert {0, 10, 20, 40, 70} <= set(numbers)
     assert len(numbers) < 200
-    assert "82 slots" in found and MANY_SLOTS < 82
+    assert "82 slots" in found
+    assert MANY_SLOTS < 82
     assert "forward and weights, layers 0 to 79" in found
 
 
@@ -183,7 +185,8 @@ def test_what_takes_no_time_has_no_label(tmp_path: Path) -> None:
 
 
 def test_two_timelines_share_one_axis(tmp_path: Path) -> None:
-    predicted, measured = simulated(3, title="predicted"), simulated(3, flops=8, title="measured")
+    predicted = simulated(3, title="predicted")
+    measured = simulated(3, flops=8, title="measured")
     found = drawn(predicted, tmp_path, beside=measured)
     assert found.index("predicted") < found.index("measured")
     assert found.count("compute") == 2
@@ -262,7 +265,8 @@ def test_trace_events_exactly(tmp_path: Path) -> None:
     timeline = by_hand()
     timeline._replace(spans=timeline.spans[:3]).perfetto(tmp_path / "x.json")
     found = json.loads((tmp_path / "x.json").read_text())
-    assert found["displayTimeUnit"] == "ms" and found["traceEvents"] == json.loads(EVENTS)
+    assert found["displayTimeUnit"] == "ms"
+    assert found["traceEvents"] == json.loads(EVENTS)
 
 
 @pytest.mark.parametrize("seconds", [1.0, 1 / 3, 1e-5 / 7])
@@ -271,7 +275,8 @@ def test_trace_events_keep_the_rules_of_their_format(seconds: float, tmp_path: P
         spans = tuple(s._replace(start=s.start * seconds, end=s.end * seconds) for s in timeline.spans)
         return timeline._replace(spans=spans, seconds=timeline.seconds * seconds)
 
-    one, two = scaled(simulated(5, title="one")), scaled(simulated(2, flops=8, title="two"))
+    one = scaled(simulated(5, title="one"))
+    two = scaled(simulated(2, flops=8, title="two"))
     one.perfetto(tmp_path / "x.json", beside=two)
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
@@ -307,11 +312,14 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
     trace = trace._replace(visits=(trace.visits[0], *visits))
     program = zero3(remat=remat.offload())(trace)
     timeline = simulate(program, PLAIN.replace(host_bandwidth=256.0))
-    assert timeline.busy("offload") == pytest.approx(6 * 16.0) and timeline.comm_s >= timeline.busy("offload")
+    assert timeline.busy("offload") == pytest.approx(6 * 16.0)
+    assert timeline.comm_s >= timeline.busy("offload")
     assert {"offload", "fetch"} <= set(timeline.bubbles())
-    assert "96.0 s" in str(timeline).splitlines()[4] and "waiting for fetches" in str(timeline)
+    assert "96.0 s" in str(timeline).splitlines()[4]
+    assert "waiting for fetches" in str(timeline)
     found = drawn(timeline, tmp_path)
-    assert "offload" in found and "idle: waiting for fetches" in found
+    assert "offload" in found
+    assert "idle: waiting for fetches" in found
     assert "offload" not in drawn(simulated(5), tmp_path)
     events = [event for event in document([timeline])["traceEvents"] if event.get("cat") in ("offload", "fetch")]
     assert [event["name"] for event in events][:3] == [f"offload a[{k}] <- carry slot {k % 2}" for k in range(3)]
@@ -324,10 +332,13 @@ def test_copies_to_the_host(tmp_path: Path) -> None:
 
 def test_pipelines_beside_each_other(tmp_path: Path) -> None:
     one, two = (simulate(pipeline(chain(2, 2), 2, f(zero1())), NO_LINKS) for f in (one_f_one_b, gpipe))
-    one, two = one._replace(title="one"), two._replace(title="two")
+    one = one._replace(title="one")
+    two = two._replace(title="two")
     one.save(tmp_path / "x.svg", beside=two)
     picture = (tmp_path / "x.svg").read_text()
-    assert picture.count(">stage 1<") == 2 and ">one<" in picture and ">two<" in picture
+    assert picture.count(">stage 1<") == 2
+    assert ">one<" in picture
+    assert ">two<" in picture
     one.perfetto(tmp_path / "x.json", beside=two)
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     named = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}

@@ -23,7 +23,8 @@ def timeline() -> Timeline:
 
 def test_a_timeline_comes_back_as_it_was(timeline: Timeline) -> None:
     again = Timeline.from_json(timeline.to_json())
-    assert again == timeline and type(again) is Timeline
+    assert again == timeline
+    assert type(again) is Timeline
     assert str(again) == str(timeline)
 
 

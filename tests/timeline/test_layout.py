@@ -47,7 +47,8 @@ def test_a_slot_that_holds_odd_layers_is_numbered_like_one_that_holds_even_ones(
         [Bar("slot", k, k + 1.0, GREY, text=str(2 * k + odd), number=2 * k + odd) for k in range(20)] for odd in (0, 1)
     ]
     even, odd = ([label.text for label in labels(bars, 7.0, on)] for bars in held)
-    assert even == ["0", "10", "20", "30"] and odd == ["5", "15", "25", "35"]
+    assert even == ["0", "10", "20", "30"]
+    assert odd == ["5", "15", "25", "35"]
 
 
 @pytest.mark.parametrize("microbatches", [16, 64])
@@ -55,14 +56,17 @@ def test_numbers_of_calls_are_clear_of_each_other(microbatches: int) -> None:
     """In every row of a pipeline whose calls are hardly as wide as their numbers."""
     program = pipeline(chain(4, microbatches), 4, one_f_one_b(zero1()))
     figure = paint.sheet(paint.layouts([simulate(program, NO_LINKS)]))
-    axes, inches = figure.axes[0], figure.get_figwidth() - LEFT - RIGHT - ASIDE
+    axes = figure.axes[0]
+    inches = figure.get_figwidth() - LEFT - RIGHT - ASIDE
     rows: dict[float, list[tuple[float, float]]] = {}
     for text in axes.texts:
         if text.get_text().isdigit():
             x, y = text.get_position()
-            middle, half = x / axes.get_xlim()[1] * inches, wide(text.get_text(), TEXT) / 2
+            middle = x / axes.get_xlim()[1] * inches
+            half = wide(text.get_text(), TEXT) / 2
             rows.setdefault(y, []).append((middle - half, middle + half))
-    assert len(rows) == 4 and min(map(len, rows.values())) >= 8
+    assert len(rows) == 4
+    assert min(map(len, rows.values())) >= 8
     for edges in rows.values():
         for (_, end), (start, _) in itertools.pairwise(edges):
             assert start - end >= 0.999 * CLEAR
@@ -103,7 +107,8 @@ def test_stacks_are_told_apart_in_the_order_of_their_visits(tmp_path: Path) -> N
 def test_strips_say_which_microbatch_and_which_stack() -> None:
     timeline = simulate(zero3()(in_another_order()), PLAIN)
     layout = of_stage(timeline)
-    microbatch, stack = lane(layout, "microbatch"), lane(layout, "stack")
+    microbatch = lane(layout, "microbatch")
+    stack = lane(layout, "stack")
     assert [bar.text for bar in microbatch.bars] == ["0", "1"]
     assert [bar.text for bar in stack.bars] == ["b", "a", "a", "b"] * 2
     for number, bar in enumerate(microbatch.bars):

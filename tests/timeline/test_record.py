@@ -45,10 +45,12 @@ def check(timeline: Timeline, title: str) -> None:
     for stream in timeline.streams:
         for one, two in itertools.pairwise(timeline.on(stream)):
             assert one.end <= two.start
-            assert two.cause is not None and at[two.cause].end >= one.end
+            assert two.cause is not None
+            assert at[two.cause].end >= one.end
     assert timeline.seconds == max(span.end for span in timeline.spans)
     path = timeline.critical_path()
-    assert path[-1].end == timeline.seconds and path[0].cause is None
+    assert path[-1].end == timeline.seconds
+    assert path[0].cause is None
     assert sum(gap.end - gap.start for gap in timeline.idle()) + timeline.compute_s == pytest.approx(timeline.seconds)
 
 
@@ -113,7 +115,8 @@ def test_updates_follow_the_gradient_they_use(mesh: Mesh) -> None:
     """Gradients and their update, an evaluation between them, and a step on a plain state."""
     rank = torch.distributed.get_rank()
     state = ya.init(base_params(2), TX, mesh=mesh)
-    gradient, evaluate = ya.grad(base_loss), ya.eval_step(base_loss)
+    gradient = ya.grad(base_loss)
+    evaluate = ya.eval_step(base_loss)
     with record() as recording:
         for _ in range(2):
             grads = gradient(state.params, batch_of(rank))
@@ -144,7 +147,8 @@ def test_spans_last_as_long_as_the_work(mesh: Mesh) -> None:
     gathers = [span for span in timeline.spans if isinstance(span.op, Gather)]
     assert all(span.seconds >= 0.004 for span in gathers)
     first, *_ = timeline.idle()
-    assert first.end - first.start >= 0.004 and first.cause == gathers[0].number
+    assert first.end - first.start >= 0.004
+    assert first.cause == gathers[0].number
 
 
 # ---- one rank

@@ -26,9 +26,11 @@ def check(text: str) -> None:
     for event in events:
         assert set(event) == KEYS[event["ph"]]
         assert type(event["pid"]) is type(event["tid"]) is int
-        assert isinstance(event["name"], str) and event["name"]
+        assert isinstance(event["name"], str)
+        assert event["name"]
         for key in {"ts", "dur"} & set(event):
-            assert math.isfinite(event[key]) and event[key] >= 0
+            assert math.isfinite(event[key])
+            assert event[key] >= 0
             assert (1000 * event[key]).is_integer(), "Perfetto cuts times to whole nanoseconds, each by itself"
     check_names(by_phase["M"], {(event["pid"], event["tid"]) for event in events})
     tracks = itertools.groupby(sorted(by_phase["X"], key=track), track)
@@ -56,7 +58,9 @@ def check_flows(begins: list[dict[str, Any]], ends: list[dict[str, Any]], slices
     assert len({event["id"] for event in begins}) == len(begins)
     for begin, end in zip(begins, ends, strict=True):
         assert type(begin["id"]) is int and 0 <= begin["id"] < 2**53, "text is read as a hexadecimal number"
-        assert end["bp"] == "e" and begin["ts"] <= end["ts"] and begin["pid"] == end["pid"]
+        assert end["bp"] == "e"
+        assert begin["ts"] <= end["ts"]
+        assert begin["pid"] == end["pid"]
         for event in (begin, end):
             at = [s for s in slices[track(event)] if s["ts"] <= event["ts"] < s["ts"] + max(s["dur"], 1e-3)]
             assert at, "a flow that begins or ends in no slice is dropped"

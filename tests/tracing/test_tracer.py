@@ -21,8 +21,10 @@ def trace(fun: Any = loss, layers: int = L, **options: Any) -> Trace:
 
 
 def test_costs_are_of_one_microbatch() -> None:
-    whole, half = trace().visits[1].cost, trace(microbatches=2).visits[1].cost
-    assert half.flops * 2 == whole.flops and half.kept_bytes * 2 == whole.kept_bytes
+    whole = trace().visits[1].cost
+    half = trace(microbatches=2).visits[1].cost
+    assert half.flops * 2 == whole.flops
+    assert half.kept_bytes * 2 == whole.kept_bytes
 
 
 def counted(calls: list[str]) -> Any:
@@ -35,7 +37,9 @@ def counted(calls: list[str]) -> Any:
 
         return block
 
-    first, layer, last = say("embed", embed), say("layer", block), say("head", head)
+    first = say("embed", embed)
+    layer = say("layer", block)
+    last = say("head", head)
 
     def run(p: Model, b: Any) -> ya.Mean:
         x = ya.apply(first, p.embed, b["tokens"])
@@ -51,7 +55,8 @@ def test_one_body_runs_for_all_layers() -> None:
     calls: list[str] = []
     found = trace(counted(calls), 50)
     # of the first layer, whose carry may not require grad yet, and of any later one
-    assert calls.count("layer") <= 2 and calls.count("embed") == calls.count("head") == 1
+    assert calls.count("layer") <= 2
+    assert calls.count("embed") == calls.count("head") == 1
     assert [visit.units[0] for visit in found.visits[1:-1]] == [*range(1, 51), *range(50, 0, -1)]
     assert len({(visit.cost.flops, visit.cost.kept_bytes) for visit in found.visits[1:-1]}) == 1
 
@@ -82,7 +87,8 @@ def test_another_argument_is_another_signature() -> None:
         x = ya.apply(embed, p.embed, b["tokens"])
         _, narrow = ya.scan(layer, x, p.layers, consts={"wide": False})
         _, wide = ya.scan(layer, x, p.layers, consts={"wide": True})
-        assert isinstance(wide, tuple) and isinstance(narrow, Tensor)
+        assert isinstance(wide, tuple)
+        assert isinstance(narrow, Tensor)
         return narrow.sum() + wide[1].sum()
 
     assert len(trace(run).visits) == 1 + 2 * L
@@ -99,7 +105,8 @@ def test_nothing_is_computed_and_nothing_drawn() -> None:
         mean: ya.Mean = ya.apply(head, p.head, x, b["targets"])
         return mean
 
-    before, ambient = [leaf.clone() for leaf in state.params.layers.leaves], torch.get_rng_state()
+    before = [leaf.clone() for leaf in state.params.layers.leaves]
+    ambient = torch.get_rng_state()
     ya.train_step(watched, TX).trace(state, batch())
     assert seen == [torch._subclasses.FakeTensor]
     assert all(torch.equal(a, b) for a, b in zip(before, state.params.layers.leaves, strict=True))
