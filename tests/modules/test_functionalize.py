@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -59,23 +58,6 @@ def test_a_batch_without_rows_is_named(microbatches: int | None) -> None:
         ya.eval_step(loss, microbatches=microbatches)(ya.shard(params, None, mesh=one_rank()), batch)
     with pytest.raises(RuntimeError, match=text):
         ya.grad(loss)(ya.materialize(params), batch)
-
-
-def page(mesh: Any, folder: Path) -> None:
-    tokens = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(mesh.get_rank()))
-    names: dict[str, Any] = {"mesh": mesh, "directory": folder}
-    names["batch"] = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
-    exec(CODE, names)
-    params = ya.unshard(names["state"].params)
-    compare(tree_of(names["module"], params, "model.layers", Tensor.detach), params, 0, "weights in the module")
-    if mesh.get_rank() == 0:
-        saved = names["transformers"].Qwen3ForCausalLM.from_pretrained(folder)
-        compare(tree_of(saved, params, "model.layers", Tensor.detach), params, 0, "what was saved")
-
-
-def test_the_page_runs(pools: Pools, tmp_path: Path) -> None:
-    pytest.importorskip("transformers", reason="the page trains a model of transformers")
-    pools[2].run(page, tmp_path)
 
 
 def mixture() -> Any:
@@ -464,59 +446,59 @@ def second(module: Model) -> Layer:
     return layer
 
 
-def refused() -> Iterator[tuple[str, Callable[[Model], Any], str]]:
-    """Name, what is done to a good module, what `functionalize` says."""
-
-    yield (
+REFUSED: list[tuple[str, Callable[[Model], Any], str]] = [
+    (
         "shared",
         lambda m: setattr(second(m), "up", m.layers[0].up),
         "layers.0.up.weight and layers.1.up.weight are one",
-    )
-    yield (
+    ),
+    (
         "shared beside",
         lambda m: setattr(m, "out", second(m).up),
         "layers.1.up.weight and out.weight are one parameter",
-    )
-    yield (
+    ),
+    (
         "memory",
         lambda m: setattr(m, "out", nn.Parameter(m.embed.weight.data)),
         "embed.weight and out|out and embed.weight",
-    )
-    yield "hook", lambda m: second(m).up.register_forward_hook(lambda *_: None), "layers.1.up has hooks"
-    yield "grad hook", lambda m: second(m).up.weight.register_hook(lambda g: g), "layers.1.up.weight has hooks"
-    yield "forward", lambda m: setattr(second(m), "forward", lambda x: x), "layers.1 has another forward than its class"
-    yield (
+    ),
+    ("hook", lambda m: second(m).up.register_forward_hook(lambda *_: None), "layers.1.up has hooks"),
+    ("grad hook", lambda m: second(m).up.weight.register_hook(lambda g: g), "layers.1.up.weight has hooks"),
+    ("forward", lambda m: setattr(second(m), "forward", lambda x: x), "layers.1 has another forward than its class"),
+    (
         "checkpointing",
         lambda m: setattr(second(m), "gradient_checkpointing", True),
         "layers.1 has gradient checkpointing",
-    )
-    yield (
+    ),
+    (
         "statistics",
         lambda m: setattr(m.layers[2], "norm", nn.BatchNorm1d(8)),
         "layers.2.norm keeps running statistics",
-    )
-    yield (
+    ),
+    (
         "statistics of a batch",
         lambda m: setattr(m.layers[2], "norm", nn.BatchNorm1d(8, track_running_stats=False).eval()),
         "layers.2.norm normalises by the rows of one rank and microbatch",
-    )
-    yield "lazy", lambda m: setattr(m, "tail", nn.LazyLinear(2)), "tail.weight is a Uninit.* after its first call"
-    yield (
+    ),
+    ("lazy", lambda m: setattr(m, "tail", nn.LazyLinear(2)), "tail.weight is a Uninit.* after its first call"),
+    (
         "wrapped",
         lambda m: m.layers.__setitem__(1, nn.DataParallel(second(m))),
         "layers.1 is a DataParallel; give the module inside",
-    )
-    yield "meta", lambda m: setattr(m, "tail", nn.Linear(2, 2, device="meta")), "tail.weight is on the meta device"
-    yield "integers", lambda m: setattr(m, "n", nn.Parameter(torch.ones(2, dtype=torch.int8), False)), "n is torch.int8"
-    yield (
+    ),
+    ("meta", lambda m: setattr(m, "tail", nn.Linear(2, 2, device="meta")), "tail.weight is on the meta device"),
+    ("integers", lambda m: setattr(m, "n", nn.Parameter(torch.ones(2, dtype=torch.int8), False)), "n is torch.int8"),
+    (
         "compiled",
         lambda m: m.layers.__setitem__(1, torch.compile(second(m), backend="eager")),
         "layers.1 is compiled",
-    )
-    yield "uncopied", lambda m: setattr(m, "lines", (n for n in range(2))), "Model cannot be copied: TypeError"
+    ),
+    ("uncopied", lambda m: setattr(m, "lines", (n for n in range(2))), "Model cannot be copied: TypeError"),
+]
+"""Name, what is done to a good module, what `functionalize` says."""
 
 
-@pytest.mark.parametrize(("change", "message"), [c[1:] for c in refused()], ids=[c[0] for c in refused()])
+@pytest.mark.parametrize(("change", "message"), [pytest.param(*case, id=name) for name, *case in REFUSED])
 def test_a_module_is_refused_by_name(change: Callable[[Model], Any], message: str) -> None:
     module = made()
     change(module)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -32,13 +34,18 @@ def test_outside_of_a_visit_they_are_torchs_own(shape: tuple[int, ...]) -> None:
     assert node(ya.embedding(tokens, w)) == node(F.embedding(tokens, w))
 
 
-def test_without_a_slot_the_gradient_is_autograds() -> None:
-    x, w = torch.randn(2, 3, 5), weight(4, 5)
-    given = torch.randn(2, 3, 4)
+def same_gradient(ours: Callable[[Tensor], Tensor], torchs: Callable[[Tensor], Tensor]) -> None:
+    """Of a weight: by a function of it that uses `ya.linear`, say, and by torch's."""
+    w = weight(4, 5)
     plain = w.detach().clone().requires_grad_()
-    (found,) = torch.autograd.grad(ya.linear(x, w), [w], given)
-    (wanted,) = torch.autograd.grad(F.linear(x, plain), [plain], given)
+    (found,) = torch.autograd.grad(ours(w).square().sum(), [w])
+    (wanted,) = torch.autograd.grad(torchs(plain).square().sum(), [plain])
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_slot_the_gradient_is_autograds() -> None:
+    x = torch.randn(2, 3, 5)
+    same_gradient(lambda w: ya.linear(x, w), lambda w: F.linear(x, w))
 
 
 def test_under_a_transform_and_under_autocast_they_are_torchs_own() -> None:
@@ -53,15 +60,10 @@ def test_under_a_transform_and_under_autocast_they_are_torchs_own() -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_what_it_returns_may_be_written_in_place(shape: tuple[int, ...], biased: bool) -> None:
     """As by nn.ReLU(inplace=True): not if a Function returns a view, as F.linear does of rows with a bias."""
-    x, w, b = torch.randn(shape), weight(4, 5), torch.randn(4) if biased else None
-    plain = w.detach().clone().requires_grad_()
-    (found,) = torch.autograd.grad(ya.linear(x, w, b).relu_().square().sum(), [w])
-    (wanted,) = torch.autograd.grad(F.linear(x, plain, b).relu_().square().sum(), [plain])
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    x, b = torch.randn(shape), torch.randn(4) if biased else None
+    same_gradient(lambda w: ya.linear(x, w, b).relu_(), lambda w: F.linear(x, w, b).relu_())
     tokens = torch.tensor([[0, 3], [1, 1]])
-    (found,) = torch.autograd.grad(ya.embedding(tokens, w).mul_(2).square().sum(), [w])
-    (wanted,) = torch.autograd.grad(F.embedding(tokens, plain).mul_(2).square().sum(), [plain])
-    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
+    same_gradient(lambda w: ya.embedding(tokens, w).mul_(2), lambda w: F.embedding(tokens, w).mul_(2))
 
 
 # ---- on a GPU
