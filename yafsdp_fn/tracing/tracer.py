@@ -358,7 +358,7 @@ def traced(
             raise errors.value_on_other_stage("the loss", error) from error
         raise RuntimeError(
             f"the loss depends on the values of tensors ({error}), which fake tensors do not have: run one step, then "
-            "lower; or ask for them inside of a visit"
+            "lower; or do without them, in blocks too (torch.where in place of if)"
         ) from error
     finally:
         mode.__class__ = EndedTrace  # a subclass from the start would miss torch's rules for operators of higher order
