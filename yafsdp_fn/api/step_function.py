@@ -35,13 +35,14 @@ from yafsdp_fn.runtime.arguments import (
     returned,
 )
 from yafsdp_fn.runtime.batch import batch_axes
-from yafsdp_fn.runtime.execute import Session, VisitRunner
+from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.state import StepUpdates
+from yafsdp_fn.runtime.visit import VisitRunner
 from yafsdp_fn.schedules.builders import AnySchedule, zero3
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 

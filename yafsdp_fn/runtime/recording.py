@@ -22,10 +22,10 @@ from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.execute import VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import SAME_VISITS, content, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
+from yafsdp_fn.runtime.visit import VisitRunner
 from yafsdp_fn.util.torch_private import function_mode, without_function_mode
 
 # ---- A call before the first step.
@@ -51,7 +51,9 @@ class CallRecording(VisitRunner):
         with without_function_mode() if isinstance(function_mode(), LossWatch) else nullcontext():
             return super().visit(call)
 
-    def outputs_of(self, call: BlockCall, visit: Visit) -> Sequence[Tensor]:
+    def outputs_of(self, call: BlockCall, visit: Visit | None) -> Sequence[Tensor]:
+        if visit is None:
+            return without_grad(self, call)
         arguments = call.tensors
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
         outs = [out.clone() for out in without_grad(self, call, visit)]
