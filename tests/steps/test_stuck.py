@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import yafsdp_fn as ya
 from tests.harness.failing import TX, Fault, batch, loss, loss_with, state
 from tests.harness.groups import SOON, breakable, outcome
 from tests.harness.pool import Pool
-from tests.harness.stalls import PATIENCE, printed, until_told, watchful
+from tests.harness.stalls import PATIENCE, printed, watchful
 from yafsdp_fn.communication.communicators import communicators
 
 LAST = 2  # the rank that does not come
@@ -94,15 +93,6 @@ def other_program(mesh: Any) -> tuple[str, str]:
     return said.getvalue(), error
 
 
-def killed(mesh: Any) -> str:
-    ranks = Ranks()
-    ranks.take(ranks.step, 2)
-    if ranks.rank == LAST:
-        until_told(ranks.mesh, "after step 1")
-        os.kill(os.getpid(), signal.SIGKILL)
-    return outcome(lambda: ranks.take(ranks.step))
-
-
 def failed_alone(mesh: Any) -> str:
     """The last rank raises in a block and lives on."""
     ranks = Ranks()
@@ -174,15 +164,6 @@ def test_a_rank_that_runs_another_program(pool: Pool) -> None:
         mine = {program for ranks, program in lines if ranks != str(LAST)}
         other = {program for ranks, program in lines if ranks == str(LAST)}
         assert len(mine) == len(other) == 1 and mine != other, text
-
-
-def test_a_rank_that_has_died_is_told_by_its_silence_in_the_error(pool: Pool) -> None:
-    for rank, (ok, text) in enumerate(pool._call(killed, (), 60)):
-        if rank == LAST:
-            assert not ok and "EOFError" in text
-        else:
-            assert ok and f"CommunicationError: rank {rank}: " in text
-            assert re.search(r"  rank 2: no sign of life: .* before that after step 1", text), text
 
 
 def test_an_exception_of_one_rank_ends_the_wait_of_the_others(pool: Pool) -> None:
