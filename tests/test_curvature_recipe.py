@@ -23,8 +23,7 @@ DAMPING, TX = 1.5, ya.optim.sgd(0.1)
 def logits(params: Model, batch: Any) -> Tensor:
     x = ya.apply(embed, params.embed, batch["tokens"])
     x, _ = ya.scan(block, x, params.layers)
-    out: Tensor = ya.apply(lambda w, x: (x * w["norm"]) @ w["weight"].T, params.head, x)
-    return out
+    return ya.apply(lambda w, x: (x * w["norm"]) @ w["weight"].T, params.head, x)
 
 
 def loss_of_logits(logits: Tensor, batch: Any) -> Tensor:

@@ -40,7 +40,7 @@ of optimizers, which are what `init` of a transformation returns."""
 
 
 def named(name: str) -> Any:
-    found: Any = ya
+    found = ya
     for part in name.split("."):
         found = getattr(found, part)
     return found

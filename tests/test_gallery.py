@@ -125,7 +125,7 @@ def without_the_last_reduction(data: Any) -> None:
 
 
 ONCE = re.escape(next(rule.sentence for rule in RULES if rule.name == "once"))
-WRONG: dict[str, tuple[Callable[[Any], Any], str]] = {
+WRONG = {
     "a rule": (without_the_last_reduction, rf"mine.json: stage 1: .*rule 'once': (.|\n)*rule 'once' says: {ONCE}"),
     "no object": (lambda data: [data], "mine.json: expected an object of name, author, note and program"),
     "keys": (lambda data: data | {"more": 1}, "mine.json: expected an object of name, author, note and program"),

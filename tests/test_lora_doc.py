@@ -27,7 +27,7 @@ def batch() -> dict[str, torch.Tensor]:
 
 def runs(mesh: Any, folder: Path) -> None:
     os.chdir(folder)
-    names: dict[str, Any] = {"ya": ya, "llama": llama, "torch": torch, "tx": TX, "mesh": mesh, "batch": batch()}
+    names = {"ya": ya, "llama": llama, "torch": torch, "tx": TX, "mesh": mesh, "batch": batch()}
     exec(CODE, names)
     state = names["state"]
     assert state.step == 2 and {g.name for g in state.memory.groups if g.trainable} == {"layers", "head"}
@@ -43,7 +43,7 @@ def test_a_base_stays_under_zero2(mesh: Any) -> None:
     state, step = ya.init(tree, TX, mesh=mesh), ya.train_step(llama.loss(CONFIG), TX, schedule=ya.schedules.zero2())
     for _ in range(2):
         state, _ = step(state, batch())
-    program: Any = step.program(state)
+    program = step.program(state)
     ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
     assert {state.memory.of_unit[unit].name for op in ops for unit in op.units} == {"layers"}
 

@@ -73,7 +73,7 @@ def applied(state: Any, given: Any) -> Any:
 
 
 RATE = ya.optim.constant_schedule(1e-3)
-OTHERS: list[tuple[Any, Any, str]] = [
+OTHERS = [
     (TX, ya.optim.sgd(0.1), r"\(ScaleByAdamState, EmptyState, EmptyState\) is none of .*\(Scale\(by=-0\.1\)\): give"),
     (ya.optim.sgd(0.1), TX, r"\(EmptyState, EmptyState\) is none of .*\(Adam\("),
     (ya.optim.sgd(0.1, momentum=0.9), ya.optim.sgd(0.1), r"\(TraceState, EmptyState\) is none of .*\(Scale\("),
@@ -248,7 +248,7 @@ class Attributes:
         self.x = x
 
 
-SILENT: dict[str, Case] = {
+SILENT = {
     "TypeError: x of argument 1 requires a gradient, and a step has gradients of the state's params alone": stepping(
         {"x": torch.ones(4, 4, requires_grad=True)}
     ),
@@ -347,7 +347,7 @@ SILENT: dict[str, Case] = {
     "ValueError: microbatches=True: expected an integer >= 1": stepping(microbatches=True),
 }
 
-UNCLEAR: dict[str, Case] = {
+UNCLEAR = {
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
     ),
@@ -547,7 +547,7 @@ def emptied(leaf: Any) -> None:
     leaf.data = torch.zeros_like(leaf)
 
 
-WRITES: dict[str, Any] = {
+WRITES = {
     "under no_grad": lambda leaf: leaf.mul_(0.0),
     "detached": lambda leaf: leaf.detach().mul_(0.0),
     "by .data": lambda leaf: leaf.data.mul_(0.0),

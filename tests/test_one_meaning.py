@@ -73,10 +73,8 @@ def axpy(a: float | Tensor, x: Tree, y: Tree) -> Tree:
     return optree.tree_map(lambda x, y: a * x + y, x, y)
 
 
-# ---- what is computed, alike on sharded trees (loss on the own batch) and on plain ones (loss on all of them)
-
-Kit = Callable[[Callable[[Tree], Tensor], Tree, Tree, Tree], Any]
-"""`(loss of parameters, parameters, two directions)` -> trees or numbers"""
+# ---- what is computed, alike on sharded trees (loss on the own batch) and on plain ones (loss on all of them):
+# `(loss of parameters, parameters, two directions)` -> trees or numbers
 
 
 def hvp_jvp(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
@@ -101,7 +99,7 @@ def norms(f: Any, p: Tree, u: Tree, v: Tree, *, outer: Any = tf.grad) -> Tree:
     return outer(lambda q: f(q) + 0.1 * ya.global_norm(q) + 0.1 * ya.global_norm(tf.grad(f)(q)))(p)
 
 
-KITS: dict[str, Kit] = {
+KITS = {
     "tf.grad": lambda f, p, u, v: tf.grad(f)(p),
     "vjp": lambda f, p, u, v: tf.vjp(f, p)[1](torch.tensor(2.0).double())[0],
     "hvp by jvp": hvp_jvp,
@@ -235,7 +233,7 @@ def test_arguments_that_ranks_share(mesh: Any, axes: str) -> None:
     assert sum_over_ranks(rate, s.plain) is rate
 
 
-PLAIN_ARGUMENTS: dict[str, Callable[[Callable[[Tensor], Tensor]], Callable[[Tensor], Any]]] = {
+PLAIN_ARGUMENTS = {
     "jacfwd": tf.jacfwd,
     "hessian": tf.hessian,
     "jacfwd of jacfwd": lambda f: tf.jacfwd(tf.jacfwd(f)),
@@ -262,7 +260,7 @@ def test_by_plain_arguments(mesh: Any, axes: str) -> None:
     def scaled(params: Tree, batch: Batch, x: Tensor) -> Tensor:
         h = ya.apply(lambda w, tokens, x: embed(w, tokens) * x.sum(), params["embed"], batch["tokens"], x)
         h, _ = ya.scan(lambda h, w, x: (block(h * x[0], w)[0], None), h, params["layers"], consts=x)
-        mean: ya.Mean = ya.apply(head, params["head"], h * x[1], batch["targets"])
+        mean = ya.apply(head, params["head"], h * x[1], batch["targets"])
         return mean.total / 10 * x[2].exp()
 
     def along(p: Tree, u: Tree) -> Callable[[Tensor], Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -57,7 +56,7 @@ def function_of_a_module() -> Any:
     return ya.functionalize(torch.nn.Sequential(layers), "0")[1]
 
 
-OBJECTS: dict[str, Callable[[], Any]] = {
+OBJECTS = {
     "tx": lambda: ya.optim.adamw(1e-3),
     "state": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()),
     "leaf": lambda: ya.init({"w": ya.Param((2,))}, mesh=one_rank()).params["w"],

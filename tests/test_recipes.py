@@ -235,7 +235,7 @@ def test_the_generator_reads_the_weights_of_the_trainer(pools: Pools, tmp_path: 
 
 # ---- what each says when it is run
 
-BETTER: dict[str, tuple[float, float]] = {
+BETTER = {
     "tensor_parallel": (3.0, 0.8),
     "expert_parallel": (3.0, 0.8),
     "ring_attention": (3.0, 0.5),

@@ -47,7 +47,7 @@ def test_a_pipelines_rows_are_written(
 
 def run_blocks(_: Any, folder: str) -> str:
     """One rank's part, of fewer layers and tokens."""
-    names: dict[str, Any] = {"__name__": "page"}
+    names = {"__name__": "page"}
     with contextlib.chdir(folder), contextlib.redirect_stdout(None), brief():
         for block in BLOCKS:
             exec(smaller(block), names)

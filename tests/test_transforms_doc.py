@@ -20,7 +20,7 @@ PAGE = doc("transforms")
 @on_ranks(1, 2)
 def test_the_code_runs(mesh: Any) -> None:
     own, state = batch(mesh.get_rank()), ya.init(model(), TX, mesh=mesh)
-    names: dict[str, Any] = {"ya": ya, "optree": optree, "loss_fn": loss, "batch": own, "state": state}
+    names = {"ya": ya, "optree": optree, "loss_fn": loss, "batch": own, "state": state}
     names["world"] = mesh.size()
     exec(CODE, names)
     compare(names["grads"], ya.grad(loss)(state.params, own), 1e-5, "ya.grad")

@@ -52,7 +52,6 @@ Tree = Any
 BOUND, ROWS = 1e-12, 3
 DOUBLE = ya.Precision(torch.float64)
 LossOf = Callable[[Tree, Batch], Tensor]
-Function = Callable[[Tree], Tensor]
 Within = Callable[[], contextlib.AbstractContextManager[None]]
 
 
@@ -121,7 +120,7 @@ def forward_by_hand(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
         return [dual.primal.clone(), dual.tangent]
 
 
-TRANSFORMS: dict[str, Callable[[Loss, Tree, Tree, Tree], Tree]] = {
+TRANSFORMS = {
     "grad": lambda f, p, u, v: tf.grad(f)(p),
     "vjp, called twice": vjp_twice,
     "jvp": lambda f, p, u, v: list(tf.jvp(f, (p,), (u,))),
@@ -180,8 +179,7 @@ def tied_mean(p: Tree, batch: Batch) -> ya.Mean:
     """The embedding is visited first and last."""
     x = ya.apply(embed, p["embed"], batch["tokens"])
     x, _ = ya.scan(block, x, p["layers"])
-    mean: ya.Mean = ya.apply(tied_head, (p["head"], p["embed"]), x, batch["targets"])
-    return mean
+    return ya.apply(tied_head, (p["head"], p["embed"]), x, batch["targets"])
 
 
 def loss_of(name: str, weighted: bool) -> LossOf:
@@ -312,7 +310,7 @@ def of_step(f: Loss, u: Tree, v: Tree, transform: Callable[..., Tree]) -> Callab
 def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
     """The gradients by programs that recompute nothing, and all; by transform."""
     f, p, u, v = sharded(mesh, name, "")
-    found: list[dict[str, Tree]] = [{}, {}]
+    found = [{}, {}]
     for transform, of in TRANSFORMS.items():
         loss, traces = of_step(f, u, v, of), list[Trace]()
         first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat="none"), traces))
@@ -358,7 +356,7 @@ def test_dropout_in_a_step(pools: Pools, world: int) -> None:
 
 # ---- what it costs
 
-COSTS: dict[str, Callable[[Function, Tree, Tree], object]] = {
+COSTS = {
     "the loss": lambda f, p, u: f(p),
     "grad": lambda f, p, u: tf.grad(f)(p),
     "jvp": lambda f, p, u: tf.jvp(f, (p,), (u,)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -182,15 +181,13 @@ def out_while_training(names: Names, oracle: Plain) -> None:
     assert not torch.equal(ya.unshard(names["state"]).layers["up"], before.layers["up"])
 
 
-CHECKS: dict[str, Callable[[Names, Plain], None]] = {
-    heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading in SECTIONS
-}
+CHECKS = {heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading in SECTIONS}
 
 
 def runs(mesh: Any, heading: str, folder: str) -> None:
     rank, ranks = mesh.get_local_rank(), mesh.size()
     each = [[batch(ranks * step + r) for r in range(ranks)] for step in range(6)]
-    names: Names = {"embed": embed, "block": block, "unembed": unembed, "model": model, "mesh": mesh, "tx": TX}
+    names = {"embed": embed, "block": block, "unembed": unembed, "model": model, "mesh": mesh, "tx": TX}
     names |= {"folder": f"{folder}/{heading}", "batch": each[-1][rank], "batches": [own[rank] for own in each[3:]]}
     exec(SETUP, names)
     state, snapshots = ya.init(model(), TX, mesh=mesh), []
@@ -233,8 +230,7 @@ def in_the_loss(params: Any, own: Any) -> Tensor:
 def apart(params: Any, tokens: Tensor) -> Tensor:
     x = ya.apply(embed, params.embed, tokens)
     x, _ = ya.scan(block, x, params.layers)
-    logits: Tensor = ya.apply(unembed, params.head, x)
-    return logits
+    return ya.apply(unembed, params.head, x)
 
 
 @on_ranks(1, 2)

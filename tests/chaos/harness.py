@@ -100,6 +100,10 @@ class Chaos:
         assert self._launcher is not None
         return self._launcher
 
+    @property
+    def ended(self) -> bool:
+        return self.launcher.poll() is not None
+
     def path(self, *parts: str) -> Path:
         return self.folder.joinpath("runs", self._name, *parts)
 
@@ -170,9 +174,9 @@ class Chaos:
             time.sleep(self.draw.uniform(0.0, 2.0))
         else:
             before = len(self.notes())
-            until(lambda: len(self.notes()) > before or self.launcher.poll() is not None, "no step")
+            until(lambda: len(self.notes()) > before or self.ended, "no step")
             time.sleep(self.draw.uniform(0.0, 0.02 * self.steps))
-        return self.launcher.poll() is None
+        return not self.ended
 
     def look(self, complete: bool = False) -> None:
         """What must be true at any moment of a run."""
@@ -193,7 +197,7 @@ class Chaos:
 
     def ranks(self) -> list[int]:
         """Their pids; none where the launcher has ended."""
-        found = until(lambda: children(self.launcher.pid) or self.launcher.poll() is not None, "no ranks")
+        found = until(lambda: children(self.launcher.pid) or self.ended, "no ranks")
         return found if isinstance(found, list) else []
 
     def after(self, at: float, old: Sequence[int]) -> None:
@@ -202,21 +206,26 @@ class Chaos:
         def next_step() -> float | None:
             return next((then for pid, _, then in self.notes() if then > at and pid not in old), None)
 
-        found = until(lambda: next_step() or self.launcher.poll() is not None, f"no step after: {self._event}")
+        found = until(lambda: next_step() or self.ended, f"no step after: {self._event}")
         if isinstance(found, float):
             self.recovered.setdefault(self._event, []).append(found - at)
         if left := alive(old):
             raise Wrong(f"{self._event}: {left} are left")
 
-    def kill_a_rank(self) -> None:
+    @contextlib.contextmanager
+    def survived(self) -> Iterator[list[int]]:
+        """What is done inside, to ranks of which it gets the pids: the run goes on after it."""
         old, at = self.ranks(), time.time()
-        kill(old[self.draw.randrange(2) :][:1])
+        yield old
         self.after(at, old)
 
+    def kill_a_rank(self) -> None:
+        with self.survived() as old:
+            kill(old[self.draw.randrange(2) :][:1])
+
     def kill_all_ranks(self) -> None:
-        old, at = self.ranks(), time.time()
-        kill(old)
-        self.after(at, old)
+        with self.survived() as old:
+            kill(old)
 
     def freeze_rank_0(self) -> None:
         self._freeze(0)
@@ -226,45 +235,41 @@ class Chaos:
 
     def _freeze(self, rank: int) -> None:
         """For good: its process stops, and nobody continues it."""
-        until(lambda: len(self.ranks()) > rank or self.launcher.poll() is not None, "no ranks")
-        old, at = self.ranks(), time.time()
-        for pid in old[rank:][:1]:
-            with contextlib.suppress(ProcessLookupError):
+        until(lambda: len(self.ranks()) > rank or self.ended, "no ranks")
+        with self.survived() as old, contextlib.suppress(ProcessLookupError):
+            for pid in old[rank:][:1]:
                 os.kill(pid, signal.SIGSTOP)
-        self.after(at, old)
 
     def kill_inside_a_save(self) -> None:
         old, order = self.ranks(), self.folder / f"kill-{self.draw.randrange(2)}"
         order.write_text(str(self.draw.randrange(12)))
-        until(lambda: not order.exists() or self.launcher.poll() is not None, "no save")
+        until(lambda: not order.exists() or self.ended, "no save")
         if order.exists():  # the run came to its end before
             order.unlink()
         else:
             self.after(time.time(), old)
 
     def kill_the_launcher(self) -> None:
-        old, at = self.ranks(), time.time()
-        self.end()
-        until(lambda: not alive(old), "ranks outlive their launcher", 5.0)
-        self.start()
-        self.after(at, old)
+        with self.survived() as old:
+            self.end()
+            until(lambda: not alive(old), "ranks outlive their launcher", 5.0)
+            self.start()
 
     def terminate(self) -> None:
-        old, at = self.ranks(), time.time()
-        self.launcher.send_signal(signal.SIGTERM)
-        status = self.launcher.wait(LONG)
-        trained = any(pid in old for pid, _, _ in self.notes())
-        if status not in (0,) if trained else status not in (0, 128 + signal.SIGTERM):
-            raise Wrong(f"SIGTERM: status {status}")
-        if left := alive(old):
-            raise Wrong(f"SIGTERM left {left}")
-        self.start()
-        self.after(at, old)
+        with self.survived() as old:
+            self.launcher.send_signal(signal.SIGTERM)
+            status = self.launcher.wait(LONG)
+            trained = any(pid in old for pid, _, _ in self.notes())
+            if status not in (0,) if trained else status not in (0, 128 + signal.SIGTERM):
+                raise Wrong(f"SIGTERM: status {status}")
+            if left := alive(old):
+                raise Wrong(f"SIGTERM left {left}")
+            self.start()
 
     def fill_the_disk(self) -> None:
         """For a second no file grows, of a run that has begun: one that cannot make its folder is refused, rightly."""
         until(
-            lambda: {pid for pid, _, _ in self.notes()} & set(self.ranks()) or self.launcher.poll() is not None,
+            lambda: {pid for pid, _, _ in self.notes()} & set(self.ranks()) or self.ended,
             "no step",
         )
         old, at = self.ranks(), time.time()

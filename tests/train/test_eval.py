@@ -44,6 +44,7 @@ def nats(it: loaded.Loaded, context: list[int], targets: list[int]) -> float:
 
 
 def test_windows_predict_each_token_once() -> None:
+    """Each with as much before it as there is room for."""
     for count in (1, 5, 6, 7, 12, 13):
         parts = list(windows(list(range(count)), 99, 6))
         assert [token for part in parts for token in part.targets] == list(range(count))
@@ -68,6 +69,7 @@ def asked(*of: str) -> Any:
 
 
 def measured(mesh: Any) -> SimpleNamespace:
+    """What this rank finds, and beside it what it should find by the logits of the whole."""
     it = speaker(mesh)
     parts = [Part([0, *range(5, 5 + n)], [40 + n, 3, 7][: 1 + n % 3]) for n in range(7)] + [Part([0] * 30, [5, 6])]
     found = likelihoods(it, parts, 3)
@@ -112,7 +114,7 @@ def test_a_choice_is_right_by_its_likelihood_or_by_that_of_a_byte(monkeypatch: p
         return [SimpleNamespace(nats=by_text[text]) for text in texts]
 
     monkeypatch.setattr(evaluate, "likelihoods", scored)
-    it: Any = SimpleNamespace(tokenizer=Bytes())
+    it = SimpleNamespace(tokenizer=Bytes())
     found = evaluate.accuracy(it, QUESTIONS, 2)
     assert found == evaluate.Accuracy(3, pytest.approx(2 / 3), pytest.approx(1 / 3))  # the longest wins by bytes
     assert found.error(found.plain) == pytest.approx(math.sqrt(2 / 9 / 3))
@@ -151,6 +153,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 
 
 def shown(mesh: Any, *flags: str) -> str:
+    """What this rank prints."""
     config = evaluate.Config(text=("t",), json="--json" in flags)
     found = evaluate.measured(config, speaker(mesh), TEXTS, {Path("q.jsonl"): QUESTIONS})
     out = io.StringIO()
@@ -173,6 +176,7 @@ def test_generation_ends_before_what_it_is_to_end_with() -> None:
 
 
 def test_what_is_shown(pools: Pools) -> None:
+    """By the first rank alone."""
     found = json.loads(pools[1].run(shown, "--json")[0])
     assert found["model"] == "it" and set(found["text"]) == {"a", "b", "all"}
     assert found["choices"]["q.jsonl"]["questions"] == 3

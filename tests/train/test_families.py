@@ -16,8 +16,8 @@ from tests.harness.marks import by_day
 from tests.harness.pool import Pools
 from tests.train.inside import Run, flags, inside, lines, speak, text
 
-SHAPE: dict[str, Any] = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
-TINY: dict[str, Any] = {
+SHAPE = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
+TINY = {
     "tiny-gpt2": gpt2.Config(**SHAPE),
     "tiny-mixtral": mixtral.Config(**SHAPE, kv_heads=1, head_dim=8, experts=3, router_loss=True, router_coef=0.1),
 }
@@ -55,6 +55,7 @@ def test_a_family_is_trained_and_sampled(pools: Pools, tmp_path: Path, model: st
 
 
 def test_more_positions_than_there_are_is_refused(pools: Pools, tmp_path: Path) -> None:
+    """Of a family whose positions are a table."""
     text(tmp_path, 200)
     ((run, _),) = pools[1].run(trained, tmp_path, "tiny-gpt2", "--data.seq-len", "65")
     assert "ConfigError: data.seq_len is 65: model tiny-gpt2 has 64 positions" in run.error

@@ -255,7 +255,7 @@ def test_each_of_several_recomputes_what_it_must(capsys: Capsys) -> None:
 )
 def test_errors(capsys: Capsys, arguments: list[str], says: str) -> None:
     try:
-        status: Any = main([*SMALL, *arguments, "--timeline", "None"])
+        status = main([*SMALL, *arguments, "--timeline", "None"])
     except SystemExit as ended:  # tyro's own way out
         status = ended.code
     out, err = capsys.readouterr()

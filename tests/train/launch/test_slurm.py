@@ -52,7 +52,7 @@ class Cluster:
         env = {name: value for name, value in env.items() if name != "OMP_NUM_THREADS"}
         env |= {"SLURM_JOB_NUM_NODES": "2", "RANKS": "2", "PYTHON": sys.executable}
         env["PATH"] = f"{self._bin}:{env['PATH']}"
-        pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         return subprocess.Popen(["bash", str(SCRIPT), *argv], env=env, cwd=ROOT, **pipes)
 
 

@@ -16,7 +16,7 @@ from tests.harness.pool import Pools
 from tests.train.inside import Runs, flags, inside
 from train.page.command import Options, write
 
-ODD: list[Any] = [
+ODD = [
     *(
         None,
         True,
@@ -36,11 +36,11 @@ ODD: list[Any] = [
     *({"rows": 1, "sources": 3}, {"place": [0, 0, None, 0], "tokens": 0}),
 ]
 PAIR = [1.0, 2.0]
-SPIKES: list[Any] = [
+SPIKES = [
     *(None, 1, "x", {}, [1], [[1]], [[1, 2, 3]], [["a", "b"]], [[True, 1.0]], [[1.0, float("inf")]], [PAIR] * 129),
     *([PAIR, None], [[10**400, 1]]),
 ]
-EXTRAS: dict[str, list[dict[str, Any] | None]] = {
+EXTRAS = {
     "position": [*({"position": each} for each in ODD), None],
     "text": [*({"text": each} for each in (None, 1, [], {}, [[[]]])), None],
     "sharding": [{"sharding": each} for each in (None, 1, [], {})],
