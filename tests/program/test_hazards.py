@@ -50,13 +50,10 @@ def test_a_stream_runs_in_order_and_waits_for_nothing_of_its_own() -> None:
     assert board.use("other stream", "compute", [], [A]) == ["next writer"]
 
 
-def test_forget_and_clear() -> None:
+def test_clear() -> None:
     board: Scoreboard[str] = Scoreboard()
     board.use("writer", "gather", [], [A, B])
     board.use("reader", "compute", [A, B], [])
-    board.forget(A, ("never", "seen"))
-    assert board.use("later", "reduce", [], [A]) == []
-    assert board.use("later", "reduce", [], [B]) == ["writer", "reader"]
     board.clear()
     assert board.use("last", "compute", [A], [B]) == []
 

@@ -72,12 +72,6 @@ class Scoreboard(Generic[Key]):
             writer[buffer] = stream, key
         return [use for use in waits if use not in self.open] if self.open else [*waits]
 
-    def forget(self, *buffers: Hashable) -> None:
-        """Drops buffers that no longer exist."""
-        for buffer in buffers:
-            self._writer.pop(buffer, None)
-            self._readers.pop(buffer, None)
-
     def clear(self) -> None:
         """Forgets everything; only when all streams are idle."""
         self._writer.clear()
