@@ -22,11 +22,14 @@ def nightly(*values: Any, **options: Any) -> Any:
 
 def by_day(cases: Iterable[Any], *daily: Any) -> list[Any]:
     """The cases, of which these run by day, too."""
+    cases = [*cases]
+    assert all(case in cases for case in daily), f"{daily}: expected some of {cases}"
     return [case if case in daily else nightly(case) for case in cases]
 
 
 def by_name(cases: Mapping[str, Any], *waiting: str) -> list[Any]:
     """The cases under their names, of which those that wait run nightly."""
+    assert cases.keys() >= {*waiting}, f"{waiting}: expected some of {[*cases]}"
     return [nightly(case, id=name) if name in waiting else pytest.param(case, id=name) for name, case in cases.items()]
 
 

@@ -91,7 +91,7 @@ WALKS: dict[str, tuple[Trace, int, int, int]] = {  # slots, carry slots, ops
 }
 
 
-DAILY = ("one visit, update after the norm",)
+DAILY = ("one visit, update",)
 
 
 @pytest.mark.parametrize("name", by_day(WALKS, *DAILY))

@@ -15,6 +15,7 @@ from matplotlib.colors import to_rgb
 
 from tests.planner.pipelines import NO_LINKS, chain, pipeline
 from tests.program.traces import model, on
+from tests.timeline import trace_events
 from yafsdp_fn.lab.peers import Copy
 from yafsdp_fn.pipelines.orders import gpipe, one_f_one_b, zero_bubble
 from yafsdp_fn.planner import Cluster, simulate
@@ -278,7 +279,9 @@ def test_trace_events_keep_the_rules_of_their_format(seconds: float, tmp_path: P
     one = scaled(simulated(5, title="one"))
     two = scaled(simulated(2, flops=8, title="two"))
     one.perfetto(tmp_path / "x.json", beside=two)
-    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    text = (tmp_path / "x.json").read_text()
+    trace_events.check(text)
+    events = json.loads(text)["traceEvents"]
     slices = [event for event in events if event["ph"] == "X"]
     assert [event["pid"] for event in slices] == [0] * len(one.spans) + [1] * len(two.spans)
     for span, event in zip((*one.spans, *two.spans), slices, strict=True):
