@@ -225,7 +225,7 @@ FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3,
 
 def must_be_made(what: str, given: object) -> None:
     """Raises TypeError for one of our factories, which says that it returns a schedule, in place of a schedule."""
-    own = getattr(given, "__module__", "").startswith("yafsdp_fn.")
+    own = str(getattr(given, "__module__", "")).startswith("yafsdp_fn.")  # None: made by exec
     if own and getattr(given, "__annotations__", {}).get("return") == Schedule:
         name = getattr(given, "__name__", "")
         raise TypeError(f"{what}={name}: that is the factory; call it: {what}=ya.schedules.{name}()")
