@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.harness import gpu
+from tests.harness.gpu import on_gpu as needs_gpu
 from tests.harness.groups import exchanging
 from tests.harness.meshes import MESHES, made
 from tests.harness.pool import Pool, on_ranks
@@ -82,7 +82,7 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
     assert shard.tolist() == [3 + 2.0**-40] * 3
 
 
-@gpu.on_gpu
+@needs_gpu
 @pytest.mark.parametrize("out", [BF16, F32, F64])
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
@@ -98,7 +98,7 @@ def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool)
     assert torch.equal(got.cpu(), shard)
 
 
-@gpu.on_gpu
+@needs_gpu
 @pytest.mark.parametrize("add", [False, True])
 def test_a_gpu_without_triton_sums_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
     monkeypatch.setattr(on_gpu, "HAS_TRITON", False)
