@@ -22,7 +22,7 @@ from tests.harness.pool import on_ranks
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import CheckpointError, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
-from yafsdp_fn.runtime.visit import VisitRunner
+from yafsdp_fn.runtime.block_call import VisitRunner
 from yafsdp_fn.schedules import Gather
 
 OF = Options(frozen=True)

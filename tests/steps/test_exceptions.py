@@ -19,7 +19,7 @@ from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed
 from tests.harness.marks import nightly
 from tests.harness.pool import on_ranks
 from yafsdp_fn.api.train_step import TrainStep
-from yafsdp_fn.runtime.visit import VisitRunner
+from yafsdp_fn.runtime.block_call import VisitRunner
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
 BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]

@@ -35,6 +35,7 @@ from yafsdp_fn.runtime.arguments import (
     returned,
 )
 from yafsdp_fn.runtime.batch import batch_axes
+from yafsdp_fn.runtime.block_call import VisitRunner
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs, Verified
@@ -42,7 +43,6 @@ from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, Ste
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.state import StepUpdates
-from yafsdp_fn.runtime.visit import VisitRunner
 from yafsdp_fn.schedules.builders import AnySchedule, zero3
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 

@@ -25,9 +25,9 @@ from yafsdp_fn.communication.ranks import Rows
 from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Between, Collectives, Trace, Visit
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.block_call import VisitRunner
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.protocols import OpObserver
-from yafsdp_fn.runtime.visit import VisitRunner
 from yafsdp_fn.util.mesh_axes import AxisCollective
 
 ALIKE = ("psum", "pmax", "all_gather", "psum_scatter", "all_to_all")

@@ -38,7 +38,7 @@ from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to
-from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import foreign, leaves_behind, of_other_calls
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
@@ -48,7 +48,7 @@ from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import GradSlot, Shards
 from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.state import StepUpdates
-from yafsdp_fn.runtime.visit import KeptVisit, ToSlots, VisitRunner
+from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
 from yafsdp_fn.util.randomness import BACKWARD, seeded
 

@@ -21,11 +21,10 @@ from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT
-from yafsdp_fn.runtime.block_call import BlockCall
+from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.pure import SAME_VISITS, content, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
-from yafsdp_fn.runtime.visit import VisitRunner
 from yafsdp_fn.util.torch_private import function_mode, without_function_mode
 
 # ---- A call before the first step.

@@ -1,4 +1,4 @@
-"""The visits of a loss, one after the other; each runs a block on the weights in its slots, and its backward.
+"""A visit in a session: one block on the weights in its slots, and its backward.
 
     forward:   wait for the slots; run the block on views of them; keep its graph, or only its arguments
     backward:  wait again; recompute if need be; write the weights' gradients to the gradient slots
@@ -23,155 +23,13 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, destination
-from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Backward, Forward
-from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import StepLoss, returned
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import check_graph
-from yafsdp_fn.runtime.memory import StateMemory
-from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import GradSlot
-from yafsdp_fn.util.randomness import LOSS, counting, seeded
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id
-
-# ---- The visits of a loss under way, in a step or while a call is recorded.
-
-
-class _Root(torch.autograd.Function):
-    """Makes the first token. It depends on the leaves, so that a gradient with respect to them inside a loss reaches
-    the visits, which refuse it; else it would silently leave them out."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf_token: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.leaves = len(leaves)
-        return leaf_token.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad, *[None] * ctx.leaves
-
-
-class VisitRunner:
-    """The visits of a loss under way, one after the other: of a step (`Session`), or of a call that is recorded.
-
-    number: of the step; differentiates: there is a backward; trains: weights of the state get gradients
-    position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
-    collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
-    running: the visit under way, while there is one
-    """
-
-    def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
-        self.memory, self.number, self.differentiates = memory, number, differentiates
-        # where it is
-        self.microbatch = 0
-        self.visits: list[Visit] = []  # of the current microbatch
-        self.closed = False
-        self.differentiating = False  # the step's own backward is running
-        self.position = f"before the first visit of step {number}"
-        self.collectives: Any = None
-        self._trained = frozenset(memory.trained if trains else ())
-        self._failure: tuple[str, BaseException] | None = None
-        self.running: Any = None
-        # what the loss gets
-        self.leaf_token = torch.zeros((), device=memory.comms.device, requires_grad=differentiates)
-        self.token = self.leaf_token
-        self.leaves: list[Tensor] = []
-        for group, master in zip(memory.groups, memory.master.present, strict=True):
-            self.leaves.append(master.detach().requires_grad_(trains and group.trainable))
-
-    # ---- calls and visits
-
-    def begin(self, call: Call) -> None:
-        """Begins a call of the loss, or its backward."""
-        self.microbatch = call.microbatch
-        self.differentiating = call.kind != "forward"  # any other backward through a visit is refused
-        if call.kind == "forward":
-            self.visits = []
-            self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
-        if self.collectives is not None:
-            self.collectives.begin_call(call, len(self.visits))
-
-    def call_loss(self, loss: StepLoss, microbatch: int, *, copied: bool = False) -> tuple[Mean, Tree]:
-        """Calls the loss on a microbatch, under its random numbers. Returns its total, and aux. copied: on a copy of
-        its part of the batch, which the loss may write to. Raises where it has written to leaves of the state."""
-        comms, track = self.memory.comms, self.differentiates
-        counter = loss.seed.counter(comms, microbatch)
-        masters = self.memory.masters()
-        before = [master._version for master in masters]
-        with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
-            called = returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
-        if [master._version for master in masters] != before:
-            raise errors.leaf_written()
-        return called
-
-    def end(self) -> None:
-        """Ends a call."""
-        self.differentiating = False
-        if self.collectives is not None:
-            self.collectives.end_call()
-        self.raise_failure()  # before anything is updated, where the loss went on after it
-
-    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
-        """Begins a visit of this microbatch."""
-        if self._failure or self.running:
-            self._may_begin(name)
-        trained = tuple(filter(self._trained.__contains__, units))
-        self.visits.append(Visit(len(self.visits), name, units, trained))
-        return self.visits[-1]
-
-    def _may_begin(self, name: str) -> None:
-        self.raise_failure()
-        if self.running is not None:
-            here = f"{name} (visit {len(self.visits)}, microbatch {self.microbatch}, step {self.number})"
-            raise errors.nested_visit(here, self.position)
-
-    def visit(self, call: BlockCall) -> Tree:
-        """Runs a visit of the loss. Those without grad, in a step with a backward, are in no program."""
-        counts = torch.is_grad_enabled() or not self.differentiates
-        if not counts:
-            self._may_begin(call.name)
-        visit = self.new_visit(call.name, call.units) if counts else None
-        try:
-            outs = self.outputs_of(call, visit)
-        except BaseException as error:
-            self._failure = self.position, error
-            raise
-        return call.outputs(outs)
-
-    def outputs_of(self, call: BlockCall, visit: Visit | None) -> Sequence[Tensor]:
-        """Returns the outputs of a visit; None: of one without grad, which is in no program."""
-        raise NotImplementedError
-
-    # ---- errors
-
-    def raise_failure(self) -> None:
-        if self._failure is not None:
-            raise errors.after_failure(*self._failure) from self._failure[1]
-
-    def rank_position(self) -> str:
-        """Describes the position in the step, for the watchdog's thread."""
-        return self.position
-
-    def close(self) -> None:
-        """Ends it, after success: its parameters are of no use any more."""
-        self.closed = True
-        self.token, self.collectives = self.leaf_token, None  # which hold this object, and so a session's slots
-
-    def abort(self, error: BaseException) -> None:
-        """Lets the streams run dry after an exception. If all ranks failed here, the state stays usable."""
-        if self.closed:
-            return
-        VisitRunner.close(self)
-        # cycles through the autograd graph and through a traceback, which the collector cannot see or sees late
-        self._failure = self.running = None
-        try:
-            self.memory.comms.abort(self.position, error)
-        finally:
-            self.memory.board.clear()
-
 
 # ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
 
