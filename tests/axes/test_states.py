@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close, optimizer, stages_of
-from tests.harness.collector import no_collection
+from tests.harness.collector import no_collection, sessions
 from tests.harness.marks import by_day
 from tests.harness.oracle import compare
 from tests.harness.pool import on_ranks
 from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import CheckpointError, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
-from yafsdp_fn.runtime.block_call import VisitRunner
 from yafsdp_fn.schedules import Gather
 
 OF = Options(frozen=True)
@@ -241,5 +239,6 @@ def test_a_step_lets_go_of_its_session(_: Any) -> None:
     step = ya.train_step(loss_of(OF), optimizer())
     batch = ya.shard_batch(batch_of(0), state.mesh)
     with no_collection():
+        before = sessions()  # of other tests in this process
         state, _ = step(state, batch)
-        assert not [each for each in gc.get_objects() if isinstance(each, VisitRunner)]
+        assert sessions() == before

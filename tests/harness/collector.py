@@ -6,6 +6,8 @@ import contextlib
 import gc
 from collections.abc import Iterator
 
+from yafsdp_fn.runtime.block_call import VisitRunner
+
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
@@ -15,3 +17,8 @@ def no_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+def sessions() -> int:
+    """How many steps and recordings are still held by anything, garbage included."""
+    return sum(isinstance(thing, VisitRunner) for thing in gc.get_objects())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gc
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +13,11 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.collector import no_collection
+from tests.harness.collector import no_collection, sessions
 from tests.harness.failing import TX, Fault, LossFn, Planned, batch, bits, embed, head, layer, loss_with, same, state
 from tests.harness.marks import nightly
 from tests.harness.pool import on_ranks
 from yafsdp_fn.api.train_step import TrainStep
-from yafsdp_fn.runtime.block_call import VisitRunner
 
 FORWARD = ["forward embed", *["forward layer"] * 3, "forward head"]
 BACKWARD = ["backward head", *["backward layer"] * 3, "backward embed"]
@@ -233,11 +231,6 @@ def test_map_layers_that_raises_leaves_the_state_usable(mesh: Any) -> None:
         now, _ = step(now, data)
         assert same(bits(now), after)
     assert len(kept) == 3 and doubled.entry == now.params["layers"].entry
-
-
-def sessions() -> int:
-    """How many steps and recordings are still held by anything, garbage included."""
-    return sum(isinstance(thing, VisitRunner) for thing in gc.get_objects())
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
