@@ -79,8 +79,8 @@ def sum_by_ranks(
 def _rows(
     format: Format | None, received: Tensor, ranks: int, accumulate: torch.dtype | None
 ) -> Iterable[tuple[slice, Tensor]]:
-    """Returns what each of `ranks` has sent, [ranks, n], a part of a shard at a time: all of it, or what is decoded
-    together."""
+    """Returns parts of a shard, each with the rows [ranks, n] that the ranks have sent for it. Without a format it is
+    one part; in a format, as many as are decoded one after the other."""
     if format is None:
         return [(slice(None), received.view(ranks, -1))]
     assert accumulate is not None, "what travels in a format is summed by the ranks"
