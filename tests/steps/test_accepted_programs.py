@@ -164,8 +164,9 @@ BROKEN: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
 @on_ranks(2)
 @pytest.mark.parametrize("what", BROKEN)
 def test_a_broken_engine_is_seen(mesh: Any, what: str) -> None:
-    """The test above can fail."""
+    """The test above can fail. A slow machine may gather between a block's runs, which the step itself refuses."""
     case = Case("shard", "base", "zero3", "every", 2, update=True, clips=False, late=False)
-    with pytest.raises(AssertionError, match=f"the changed program: beyond {TOLERANCE:g}"):
+    seen = f"the changed program: beyond {TOLERANCE:g}|the block returned other values than in its forward"
+    with pytest.raises(AssertionError, match=seen):
         check(case, random.Random(what), BROKEN[what]())
     communicators(mesh).drain()

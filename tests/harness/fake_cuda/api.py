@@ -68,7 +68,8 @@ class Event:
 
     def query(self) -> bool:
         DEVICE.asks("Event.query")
-        if self.number is not None:  # what was before it is over, and the host knows
+        # what was before it is over, and the host knows; what a watchdog's thread finds out, the host does not
+        if self.number is not None and DEVICE.launches_here():
             DEVICE.look()
             DEVICE.log.wait(HOST, self.number)
         return True

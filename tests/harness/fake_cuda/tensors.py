@@ -62,12 +62,16 @@ class Device:
         self._kernels: set[str] = set()  # loaded
         self.strangers: list[str] = []
         self.launched: list[str] = []
-        THREAD.ready = THREAD.captures = True
+        THREAD.ready = THREAD.launches = True
+
+    def launches_here(self) -> bool:
+        """Whether this thread is the one that launches and captures."""
+        return getattr(THREAD, "launches", False)
 
     def asks(self, what: str) -> None:
         """A thread asks how far the device is: not without a word before, and not while another one captures."""
         what = self.touches(what)
-        own = getattr(THREAD, "captures", False) or getattr(THREAD, "relaxed", False)
+        own = self.launches_here() or getattr(THREAD, "relaxed", False)
         if self.tape is not None and self.tape.mode == "global" and not own:
             self.tape.ended = what
 
