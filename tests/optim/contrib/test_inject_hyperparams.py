@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare, plain
 from tests.harness.pool import on_ranks
-from tests.harness.small import assert_equal, batch, batches, loss, model
+from tests.harness.small import assert_equal, batch, loss, model
 from tests.harness.watching import Watch
-from tests.optim.trees import bits, matrices
+from tests.optim.trees import bits, matrices, trains_as_momentum
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
 
@@ -26,20 +25,15 @@ RATES = [0.5, 0.5, 0.01, 0.2, 0.2]
 @on_ranks(1, 2)
 def test_a_rate_may_be_changed_between_steps(mesh: Any, in_program: bool) -> None:
     """A rate that is changed between steps, against SGD with that rate; the program stays, and its bits."""
+    programs: list[Any] = []
+
+    def change(state: Any, step: Any) -> None:
+        state.opt_state.hyperparams["learning_rate"].fill_(RATES[state.step])
+        programs.extend([step.program(state)] if state.step else [])
+
     tx = optim.contrib.inject_hyperparams(optim.sgd)(RATES[0], momentum=0.9)
-    state = ya.init(model(), tx, mesh=mesh, precision=ya.Precision(torch.float64))
-    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=in_program))
-    expected = optree.tree_map(torch.Tensor.double, plain(model()))
-    trace, program = optree.tree_map(torch.zeros_like, expected), None
-    for number, (rate, (mine, everything)) in enumerate(zip(RATES, batches(mesh, len(RATES)), strict=True)):
-        state.opt_state.hyperparams["learning_rate"].fill_(rate)
-        state, _ = step(state, mine)
-        assert number < 2 or step.program(state) is program
-        program = step.program(state)
-        grads = ya.grad(loss)(expected, everything)
-        trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, grads)
-        expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
-    compare(ya.unshard(state), expected, 1e-12, "parameters")
+    trains_as_momentum(mesh, tx, RATES.__getitem__, 1e-12, change, in_program)
+    assert len(programs) == 4 and all(program is programs[1] for program in programs[1:])
 
 
 @on_ranks(2)
