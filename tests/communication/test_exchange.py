@@ -99,8 +99,6 @@ def test_every_path_gives_the_bits_of_a_plain_loop(mesh: Any, how: str) -> None:
                 assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
 
 
-
-
 def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
     """Messages that a rank sends to gather, and to reduce, eight vectors."""
     group, sent = communicators(mesh).gather_group, []
