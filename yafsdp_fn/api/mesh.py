@@ -135,12 +135,9 @@ def _check_inside(inside: dict[str, int]) -> None:
     check_inside(tuple(inside))
 
 
-def _sizes(
-    replicate: int, shard: int, world: int, stage: int = 1, inside: Mapping[str, int] | None = None
-) -> tuple[int, int]:
+def _sizes(replicate: int, shard: int, world: int, stage: int, inside: Mapping[str, int]) -> tuple[int, int]:
     """Returns `(replicas, ranks on the axis shard)` of a stage, for `world` ranks. inside: sizes of axes in blocks"""
     given = {"replicate": replicate, "shard": shard}
-    inside = inside or {}
     shown = {"stage": stage, **given, **inside}.items()
     stage *= math.prod(inside.values())
     asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)

@@ -43,12 +43,12 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 class Rows:
-    """The layers of a handle. groups: that they share; columns: their shards, which the pure path keeps here"""
+    """The layers of a handle. groups: that they share; columns: shards by unit, which the pure path keeps here"""
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
         self.groups = [group for _, group, _ in handle.group_leaves()]
-        self.columns: dict[str, tuple[Tensor, ...]] | None = None
+        self.columns: dict[int, Tensor] | None = None
 
 
 class HandleWeights:

@@ -116,7 +116,7 @@ class Placement(Generic[AnyRanks]):
         comms = self.comms
         numbers = comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica
         ranks = Ranks(*numbers, axes=comms.axes)
-        ranks.set_micro_shards(comms.micro_shards)
+        ranks.micro_shards = comms.micro_shards
         return Placement(self.layout, self.mesh_axes, self.precision, ranks, self.assignment)
 
     def owns(self, number: int, leaf: object) -> bool:
@@ -162,6 +162,10 @@ class Placement(Generic[AnyRanks]):
     def handles(self, leaves: Sequence[Any], seed: int = 0, step: int = 0) -> Tree:
         """Returns the user's container with a handle per entry on `leaves`, one per group."""
         return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
+
+    def meta_params(self) -> Tree:
+        """Returns `handles` on shards that have no values."""
+        return self.handles(self.shards("meta"))
 
     # ---- sizes of the buffers that a state needs besides
 
