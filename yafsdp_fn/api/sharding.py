@@ -387,8 +387,8 @@ def _is_around(entry: optree.PyTreeEntry) -> bool:
 
 
 def _copy(before: Any, node: Any) -> None:
-    """Copies what an optimizer state had in this place, if it is alike. Between formats, or blocks of other leaves, it
-    is decoded and encoded again."""
+    """Copies one node of an optimizer's state into the new state's node, if the two hold the same. Between formats, or
+    blocks of other leaves, it is decoded and encoded again."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         forms = _forms(node)
         if _forms(before) != forms:

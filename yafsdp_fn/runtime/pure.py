@@ -135,7 +135,8 @@ def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _writes_counted(leaves: Sequence[Tensor], run: AutogradRun) -> Iterator[None]:
-    """Makes writes to the destinations of `leaves` count in `run`: none where a hook is to see a gradient."""
+    """Lets `run` write gradients to the destinations of `leaves`. If a leaf has a hook, which must see its gradient, it
+    writes none."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
     hooked = any(leaf._backward_hooks for leaf in leaves)

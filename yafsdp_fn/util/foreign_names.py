@@ -129,7 +129,7 @@ KEYWORDS = {
 
 
 def with_hints(function: Function) -> Function:
-    """Decorates a function, which then says what a keyword of another library is here."""
+    """Decorates a function: called with a keyword of another library, it raises TypeError with the name used here."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -52,8 +52,9 @@ class AxisCollective(NamedTuple):
 def subgroups(
     ranks: int, axes: Mapping[str, int], *, along: Collection[str] = (), across: Collection[str] = ()
 ) -> list[list[int]]:
-    """Returns a shard group, [0, ..., ranks - 1], in groups whose ranks differ only on the axes `along`; without these,
-    on all but `across`: the ranks over which each part of a vector is cut that is split over `across`.
+    """Divides a shard group, [0, ..., ranks - 1], into groups whose ranks differ only on the axes `along`; if these are
+    not given, on all axes but `across`. Each of these groups has one part of a vector that is split over `across`, and
+    cuts it into shards.
 
     axes: those inside blocks with their sizes, outermost first
     """
