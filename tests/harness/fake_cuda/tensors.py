@@ -119,7 +119,7 @@ class Device:
                 if not free:
                     free.append(self._end)
                     self._end += PAGE * max(1, block)
-                self._bases[key] = base, *_ = free.pop(), block, owner
+                self._bases[key] = free.pop(), block, owner
                 if self.tape is None:
                     self.log.add("make", self.stream if stream is None else stream, key)
 
