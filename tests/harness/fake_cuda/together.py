@@ -31,15 +31,16 @@ class Trouble(NamedTuple):
     what: str
 
 
-def troubles(logs: Mapping[int, Log], *, retries: bool = False) -> list[Trouble]:
+def troubles(logs: Mapping[int, Log], *, causes: str = "", retries: bool = False) -> list[Trouble]:
     """What is wrong with the days of some ranks, by rank.
 
+    causes: the host waits for the device only where this is in the cause
     retries: the allocator, too, waits for the device, whenever it is asked for memory
     """
-    return [*_hangs(logs, retries), *_orders(logs), *_cold(logs)]
+    return [*_hangs(logs, causes, retries), *_orders(logs), *_cold(logs)]
 
 
-def _hangs(logs: Mapping[int, Log], retries: bool) -> Iterator[Trouble]:
+def _hangs(logs: Mapping[int, Log], causes: str, retries: bool) -> Iterator[Trouble]:
     events: list[StageEvent] = []
     what: dict[int, str] = {}  # of events that someone may wait for, by number
     hosts: dict[int, list[int]] = {}  # where the host of a rank waits
@@ -77,7 +78,7 @@ def _hangs(logs: Mapping[int, Log], retries: bool) -> Iterator[Trouble]:
                 recorded[entry.what] = tails[entry.stream] = [event(rank, [*tails[entry.stream], *gate])]
             elif entry.kind == "wait" and entry.stream != HOST:
                 tails[entry.stream] = [*tails[entry.stream], *recorded[entry.what]]
-            elif (waited := _waited(entry, tails, recorded, retries)) is not None:
+            elif (waited := _waited(entry, tails, recorded, causes, retries)) is not None:
                 gate = [event(rank, [*gate, *waited])]
                 hosts[rank] += gate
                 what[gate[0]] = f"the host waits for the device: {entry.text or 'an allocation'}"
@@ -109,10 +110,10 @@ def _others(
 
 
 def _waited(
-    entry: Entry, tails: Mapping[int, list[int]], recorded: Mapping[int, list[int]], retries: bool
+    entry: Entry, tails: Mapping[int, list[int]], recorded: Mapping[int, list[int]], causes: str, retries: bool
 ) -> list[int] | None:
     """What the host waits for; None where it goes on."""
-    if entry.kind == "sync" or (retries and entry.kind == "make" and entry.stream != HOST):
+    if (entry.kind == "sync" and causes in entry.text) or (retries and entry.kind == "make" and entry.stream != HOST):
         return [one for tail in tails.values() for one in tail]
     if entry.kind == "drain":
         return list(tails[entry.stream])
