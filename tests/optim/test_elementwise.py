@@ -35,8 +35,7 @@ TXS: dict[str, Any] = {
         optim.clip_by_global_norm(0.5), optim.contrib.schedule_free_adamw(0.05, 2, weight_decay=0.1)
     ),
     "schedule_free": optim.contrib.schedule_free(optim.sgd(WARM, momentum=0.5), WARM),
-    "inject_hyperparams": optim.contrib.inject_hyperparams(optim.adamw)(ramp, b2=0.9, weight_decay=0.1),
-    "one in another": optim.contrib.schedule_free(optim.contrib.inject_hyperparams(optim.lion)(WARM), WARM),
+    "one in another": optim.contrib.schedule_free(optim.lion(WARM), WARM),
 }
 WHOLE: dict[str, Any] = {
     "schedule_free, clipped": optim.contrib.schedule_free(
@@ -78,11 +77,7 @@ def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bit
     assert_equal(*((state.params, state.opt_state) for state in (states[0], states[-1])))
 
 
-READS = ("inject_hyperparams", "one in another")
-"""Those of which the host reads a number in each step: the ranges of rates."""
-
-
-@pytest.mark.parametrize("name", [name for name in TXS | WHOLE if name not in READS])
+@pytest.mark.parametrize("name", TXS | WHOLE)
 def test_the_host_reads_nothing(name: str) -> None:
     tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
     state, found_inf = tx.init(params), torch.zeros(())

@@ -80,12 +80,10 @@ RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
 
 
 @pytest.mark.sampled
-@pytest.mark.parametrize("injected", [False, True])
 @on_ranks(1, 2, 3)
-def test_rates_are_those_of_the_host_in_float64(mesh: Any, injected: bool) -> None:
+def test_rates_are_those_of_the_host_in_float64(mesh: Any) -> None:
     """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
     tx = optim.sgd(RATE, momentum=0.9)
-    tx = optim.contrib.inject_hyperparams(optim.sgd)(RATE, momentum=0.9) if injected else tx
     state, step = ya.init(model(), tx, mesh=mesh, precision=F64), ya.train_step(loss, tx)
     expected = optree.tree_map(torch.Tensor.double, plain(model()))
     trace = optree.tree_map(torch.zeros_like, expected)
@@ -95,6 +93,25 @@ def test_rates_are_those_of_the_host_in_float64(mesh: Any, injected: bool) -> No
         rate = RATE(number)
         expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
     compare(ya.unshard(state), expected, 1e-13, "parameters")
+
+
+BY_HAND = [0.5, 0.5, 0.01, 0.2, 0.2]
+
+
+@on_ranks(2)
+def test_a_rate_may_be_changed_by_hand(mesh: Any) -> None:
+    """Another step with another rate, on the same state and by its program, against SGD at these rates."""
+    state = ya.init(model(), optim.sgd(BY_HAND[0], momentum=0.9), mesh=mesh, precision=F64)
+    expected = optree.tree_map(torch.Tensor.double, plain(model()))
+    trace = optree.tree_map(torch.zeros_like, expected)
+    for rate, (mine, everything) in zip(BY_HAND, batches(mesh, len(BY_HAND)), strict=True):
+        program = state.program
+        tx = optim.sgd(rate, momentum=0.9)
+        state, _ = ya.train_step(loss, tx, schedule=program or ya.schedules.zero3())(state, mine)
+        assert program in (None, state.program)
+        trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, ya.grad(loss)(expected, everything))
+        expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
+    compare(ya.unshard(state), expected, 1e-12, "parameters")
 
 
 # ---- what is refused, on every number of ranks alike

@@ -227,24 +227,8 @@ class BlockCall(TensorCall):
     @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
-        code, *others = self.code
-        return code, self._spec, tuple(map(repr, others))
-
-    @property
-    def code(self) -> tuple[Any, ...]:
-        """The block and its arguments, without tensors and weights."""
         others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
-        return self._code, *others
-
-    @property
-    def form(self) -> Hashable:
-        """A key of how tensors and weights are passed to the block, and of its autocast."""
-        rows = [
-            (self.units.index(unit), row.handle.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
-            for row in self.rows
-            for unit, g in zip(row.units, row.rows.groups, strict=True)
-        ]
-        return self._spec, tuple(rows), self.autocast
+        return self._code, self._spec, tuple(map(repr, others))
 
     # ---- its path
 
