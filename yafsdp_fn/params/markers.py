@@ -115,6 +115,12 @@ for marker in (Stacked, Unit, Pinned):
     register_node(marker, lambda n: ((n.tree,), type(n)), lambda kind, c: kind(*c))
 register_node(Frozen, lambda n: ((n.tree,), n.dtype), lambda dtype, c: Frozen(c[0], dtype))
 
+BARE = "yafsdp_fn, without markers"
+"""optree's namespace in which a tree that is flattened is put together again without its markers, as blocks get it."""
+
+for marker in (Stacked, Unit, Pinned, Frozen):
+    optree.register_pytree_node(marker, lambda n: ((n.tree,), None), lambda _, c: next(iter(c)), namespace=BARE)
+
 
 def is_marker(node: object) -> bool:
     return isinstance(node, Marker)
@@ -133,6 +139,5 @@ def without_markers(tree: Any) -> Any:
     """
     if not has_marker(tree):
         return tree
-    return optree.tree_map(
-        lambda node: without_markers(node.tree) if is_marker(node) else node, tree, is_leaf=is_marker
-    )
+    leaves, spec = optree.tree_flatten(tree, namespace=BARE)
+    return optree.tree_unflatten(spec, leaves)
