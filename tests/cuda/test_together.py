@@ -26,7 +26,7 @@ from tests.harness.problems import PROBLEMS
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.optim import muon
 from yafsdp_fn.pipelines import orders
-from yafsdp_fn.proof import deadlock
+from yafsdp_fn.proof import stages as rules
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.schedules import Call, Gather, Receive, Reduce
 
@@ -121,7 +121,7 @@ def ahead(patch: pytest.MonkeyPatch, rank: int) -> None:
         return lists
 
     patch.setattr(orders, "with_messages", with_messages)
-    patch.setattr(deadlock, "_stuck", lambda rows: [])
+    patch.setattr(rules, "_stuck", lambda rows: [])
 
 
 def unmet(patch: pytest.MonkeyPatch, rank: int) -> None:

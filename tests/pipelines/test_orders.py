@@ -17,7 +17,7 @@ from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.pipelines.messages import SPAN, UNIT, times, with_messages
 from yafsdp_fn.pipelines.orders import FACTORIES
-from yafsdp_fn.proof.deadlock import all_end
+from yafsdp_fn.proof.stages import all_end
 from yafsdp_fn.schedules import (
     Backward,
     Call,

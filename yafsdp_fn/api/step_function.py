@@ -5,7 +5,7 @@
     its program          known, given, or from a recorded call; across stages from a trace (pipelines/crossing.py)
     session.run_calls    out = fun(own parameters, the microbatch's part of the batch), and its backward
 
-A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
+A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own (plain_state.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,37 +14,26 @@ from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import optree
 import torch
-from torch import Tensor
 
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.tree import must_be_function
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime import consistency
-from yafsdp_fn.runtime.arguments import (
-    INDEPENDENT,
-    Arguments,
-    Results,
-    Seed,
-    StepLoss,
-    add_to,
-    returned,
-)
-from yafsdp_fn.runtime.batch import batch_axes
+from yafsdp_fn.runtime.arguments import Arguments, Results, Seed, StepLoss
+from yafsdp_fn.runtime.batch import batch_axes, check_arguments
 from yafsdp_fn.runtime.block_call import VisitRunner
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.plain_state import run_plain
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.schedules.builders import AnySchedule, zero3
-from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 NOT_FROM_PLAIN = (
     "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
@@ -76,10 +65,6 @@ class FunctionRun(NamedTuple):
     results: Results
     observer: StepObserver | None = None
     program: Program | None = None
-
-
-FIRST = Call("forward", 0, 0)
-"""The call that is recorded."""
 
 
 class StepFunction:
@@ -179,7 +164,7 @@ class StepFunction:
             learns = not verified.runs and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 if session.watch:
-                    arguments.check_rest()
+                    check_arguments(arguments.rest)
                 session.start()
                 results = session.run_calls(StepLoss(arguments, self.has_aux, seed))
                 if updates is not None:
@@ -215,17 +200,12 @@ class StepFunction:
         the step."""
         arguments, step = loss.arguments, loss.seed.step
         if self.track:
-            arguments.check_rest()
+            check_arguments(arguments.rest)
         # a call without backward, on the numbers of the first microbatch
         recording = CallRecording(memory, step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {step}"):
-            recording.begin(FIRST)
-            with recording.watch():
-                mean, aux = recording.call_loss(loss, 0, copied=True)
-            recording.end()
-            recording.compare(mean.total, _outline(aux), arguments.plain)
-            trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
+            trace = self.programs.complete(recording.record(loss), memory)
             verified = self.programs.remember(self.programs.build(trace), memory)
         recording.close()
         verified.collectives = collectives
@@ -267,33 +247,3 @@ def _activation_buffers(memory: StateMemory, number: object) -> ActivationBuffer
     from yafsdp_fn.extras.offload import HostActivationBuffers
 
     return HostActivationBuffers(memory, number)
-
-
-# ---- On plain tensors.
-
-
-def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
-    """Runs on plain tensors alone: the oracle."""
-    results = Results([], [], [None] * len(arguments.plain))
-    device = device_of_leaves((arguments.nodes, arguments.rest))
-    for microbatch in range(arguments.microbatches):
-        counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
-        # a tree without a state has no step, by which every call would draw other numbers: torch's generators go on
-        drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]
-        with torch.set_grad_enabled(track), counting(counter), seeded(drawn, device):
-            mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
-        results.append(mean, aux)
-        if track:
-            if not mean.total.requires_grad:
-                raise ValueError(INDEPENDENT)
-            with seeded(back, device):
-                add_to(results.grads, iter(torch.autograd.grad(mean.total, arguments.plain, allow_unused=True)))
-    return results
-
-
-# ---- Results of a call.
-
-
-def _outline(aux: Any) -> str:
-    """Returns structure and shapes of aux, which must be equal on all ranks: reductions pack them together."""
-    return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))

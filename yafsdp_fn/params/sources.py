@@ -234,7 +234,7 @@ def whole_tree(tree: Tree) -> Tree:
 def _whole(node: Any) -> Any:
     if not isinstance(node, Sharded):
         return node
-    columns: list[Any] = [None] * node.entry.leaf_count
+    columns: list[Any] = [None] * node.entry.spec.num_leaves
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
         # a leaf of another size would be gathered, but mix units up

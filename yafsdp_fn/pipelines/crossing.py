@@ -17,7 +17,8 @@ from yafsdp_fn.pipelines.cut import cut
 from yafsdp_fn.pipelines.stage_io import Crossing
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, argument_name
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
+from yafsdp_fn.runtime.batch import argument_name
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.graph_walks import foreign
 from yafsdp_fn.runtime.memory import StateMemory
@@ -32,7 +33,8 @@ def program_of(arguments: Arguments, memory: StateMemory, programs: Programs) ->
     if arguments.plain:  # a stage would have the gradient of its part alone
         raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
     batch = shapes(arguments.rest)
-    known, key = programs.known, (memory.key, arguments.microbatches, batch)
+    known = programs.known
+    key = (memory.key, arguments.microbatches, batch)
     if key in known:
         found = known[key] = known.pop(key)  # the last to run
         return found

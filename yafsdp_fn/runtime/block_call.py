@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.markers import BARE
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.split import Call
@@ -43,12 +44,12 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 class Rows:
-    """The layers of a handle. groups: that they share; columns: their shards, which the pure path keeps here"""
+    """The layers of a handle. groups: that they share; columns: shards by unit, which the pure path keeps here"""
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
-        self.groups = [group for _, group, _ in handle.group_leaves()]
-        self.columns: dict[str, tuple[Tensor, ...]] | None = None
+        self.groups = handle.groups
+        self.columns: dict[int, Tensor] | None = None
 
 
 class HandleWeights:
@@ -193,7 +194,7 @@ class BlockCall(TensorCall):
         signature: Hashable = None,
         carries: bool = False,
     ) -> None:
-        leaves, spec = optree.tree_flatten(args)
+        leaves, spec = optree.tree_flatten(args, namespace=BARE)
         self.name, self.block, self.first = name, block, first
         self._carries, self._code = carries, signature
         self.rows: list[HandleWeights] = []
@@ -328,12 +329,12 @@ class VisitRunner:
             self.collectives.end_call()
         self.raise_failure()  # before anything is updated, where the loss went on after it
 
-    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
+    def new_visit(self, call: BlockCall) -> Visit:
         """Begins a visit of this microbatch."""
         if self._failure or self.running:
-            self._may_begin(name)
-        trained = tuple(filter(self._trained.__contains__, units))
-        self.visits.append(Visit(len(self.visits), name, units, trained))
+            self._may_begin(call.name)
+        trained = tuple(filter(self._trained.__contains__, call.units))
+        self.visits.append(Visit(len(self.visits), call.name, call.units, trained))
         return self.visits[-1]
 
     def _may_begin(self, name: str) -> None:
@@ -347,7 +348,7 @@ class VisitRunner:
         counts = torch.is_grad_enabled() or not self.differentiates
         if not counts:
             self._may_begin(call.name)
-        visit = self.new_visit(call.name, call.units) if counts else None
+        visit = self.new_visit(call) if counts else None
         try:
             outs = self.outputs_of(call, visit)
         except BaseException as error:

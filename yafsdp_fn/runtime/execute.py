@@ -9,9 +9,8 @@ Visits without grad in a training step are in no program: they take the pure pat
 is recorded (recording.py). What stages add is in pipelines/session.py.
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -44,6 +43,7 @@ from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
+from yafsdp_fn.runtime.recording import foreign_collectives_refused
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import GradSlot, Shards
 from yafsdp_fn.runtime.slots import Slots
@@ -57,17 +57,6 @@ from yafsdp_fn.util.randomness import BACKWARD, seeded
 
 BackwardRoot = tuple[GradientEdge, Tensor]
 """A root of a backward, and its gradient."""
-
-
-@contextmanager
-def _foreign_collectives_refused() -> Iterator[None]:
-    """Raises where a gradient passes a collective of torch.distributed, unchanged, of which torch only warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "c10d::.*an autograd kernel was not registered")
-        try:
-            yield
-        except UserWarning as warned:
-            raise errors.not_by_torch(str(warned).partition(": an")[0]) from warned
 
 
 NOT_THERE = (
@@ -271,11 +260,8 @@ class Session(VisitRunner):
         else:
             work = prepared.work if prepared.stream == "gather" else self.work(op)
         # what slots hold from here on
-        for unit, slot, source in prepared.fills:
-            if source is None:
-                self.slots.contents[slot] = unit, self.memory.versions[unit]
-            else:  # what is copied is as old as it was
-                self.slots.contents[slot] = self.slots.contents[source]
+        for unit, slot in prepared.fills:
+            self.slots.contents[slot] = unit, self.memory.versions[unit]
         if work is None:  # slots are the shards
             return
         comms = self.memory.comms
@@ -410,7 +396,7 @@ class Session(VisitRunner):
         """Runs the backward of a call, under its random numbers. Returns the gradients of `ends`."""
         comms = self.memory.comms
         drawn = loss.seed.counter(comms, microbatch).seed_beside(BACKWARD)
-        collectives = _foreign_collectives_refused() if self.watch else nullcontext()
+        collectives = foreign_collectives_refused() if self.watch else nullcontext()
         edges = [edge for edge, _ in roots]
         seeds = [grad for _, grad in roots]
         with seeded(drawn, comms.device), collectives:

@@ -123,7 +123,7 @@ class Programs:
         """Returns the units that the optimizer updates in parts."""
         if self._tx is None:
             return ()
-        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
+        parts = optim.parts_of(self._tx, trainable(placement.meta_params()))
         return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
 
     # ---- built
@@ -133,19 +133,10 @@ class Programs:
         known only when the step has been traced."""
         if not isinstance(self._schedule, Program) or memory.comms.stages > 1:
             return None
-        lent = self._lent(memory)
         # its visits are compared when they come
-        wanted = self._schedule.trace._replace(
-            units=memory.units,
-            mesh=memory.mesh_axes,
-            microbatches=microbatches,
-            split=None,
-            ordered=memory.comms.deterministic and self.trains,
-            update_when=self._update_when,
-        )
-        if self._schedule.has_updates:
-            wanted = wanted._replace(lent=lent)
-        return self._sound(self._fitting(self._schedule, wanted), lent)
+        here = self._schedule.trace._replace(units=memory.units, mesh=memory.mesh_axes, split=None)
+        wanted = self.complete(here._replace(microbatches=microbatches), memory)
+        return self._sound(self._fitting(self._schedule, wanted), wanted.lent)
 
     def build(self, trace: Trace, stage: int = 0, crossing: Any = None) -> Verified:
         """The verified program for a trace. stage: that is to run it, of several"""
@@ -168,7 +159,7 @@ class Programs:
         """`program`, which was given from outside, if it is of the step that is wanted."""
         theirs = program.trace
         if not program.has_updates:
-            wanted = wanted._replace(update_when=theirs.update_when)
+            wanted = wanted._replace(update_when=theirs.update_when, lent=theirs.lent)
         differs = difference(theirs, wanted)
         if theirs.trains != self.trains:
             differs = f"it is of {'a training step' if theirs.trains else 'an evaluation'}, which this is not"

@@ -69,9 +69,7 @@ WEIGHT_DEPENDS = "the weight of a Mean depends on parameters; its gradient would
 # ---- Checks.
 
 
-def as_mean(
-    loss: Any, what: str = "the loss", depends: Callable[[Tensor], bool] = lambda weight: weight.requires_grad
-) -> Mean:
+def as_mean(loss: Any, depends: Callable[[Tensor], bool] = lambda weight: weight.requires_grad) -> Mean:
     """Checks the result of a loss function, and returns it as a `Mean` whose weight is a tensor on the total's device,
     without a graph.
 
@@ -80,13 +78,13 @@ def as_mean(
     mean = loss if isinstance(loss, Mean) else Mean(loss, 1.0)
     if not isinstance(mean.total, Tensor) or mean.total.ndim:
         got = shape_of(mean.total)
-        raise TypeError(f"{what}: expected a scalar tensor or ya.Mean of one, got {got}; with aux, pass has_aux=True")
+        raise TypeError(f"the loss: expected a scalar tensor or ya.Mean of one, got {got}; with aux, pass has_aux=True")
     weight = mean.weight
     if isinstance(weight, Tensor) and weight.requires_grad:
         if depends(weight):
-            raise ValueError(f"{what}: {WEIGHT_DEPENDS}")
+            raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         mean = mean._replace(weight=weight.detach())
-    return _checked(mean, what)
+    return _checked(mean, "the loss")
 
 
 def _checked(mean: Mean, what: str) -> Mean:
@@ -139,13 +137,15 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     sums: list[Tensor] = []
     maxima: list[Tensor] = []
     for column in columns:
-        if isinstance(column[0], Mean):
-            means = [_checked(leaf, "aux") for leaf in column]
-            sums += [sum_up([m.total for m in means]), sum_up([torch.as_tensor(m.weight) for m in means])]
-        elif isinstance(column[0], Sum):
-            sums.append(sum_up([torch.as_tensor(leaf.value) for leaf in column]))
-        elif isinstance(column[0], Max):
-            maxima.append(torch.stack([torch.as_tensor(leaf.value).detach() for leaf in column]).amax(0))
+        if not is_reduction(column[0]):
+            continue
+        checked = [_checked(leaf, "aux") if isinstance(leaf, Mean) else leaf for leaf in column]
+        for values in zip(*checked, strict=True):
+            tensors = [torch.as_tensor(value).detach() for value in values]
+            if isinstance(column[0], Max):
+                maxima.append(torch.stack(tensors).amax(0))
+            else:
+                sums.append(sum_up(tensors))
     # over ranks
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
@@ -154,18 +154,18 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     # back into the tree
     added, largest, out = iter(sums), iter(maxima), list[Any]()
     for column in columns:
-        if isinstance(column[0], Mean):
-            total, weight = next(added), next(added)
-            out.append((total / weight).to(column[0].total.dtype))
-        elif isinstance(column[0], Sum):
-            dtype = torch.as_tensor(column[0].value).dtype
-            out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
-        elif isinstance(column[0], Max):
-            out.append(next(largest).to(torch.as_tensor(column[0].value).dtype))
-        elif isinstance(column[0], Tensor):
-            out.append(column[0].detach() if len(column) == 1 else torch.stack(column).detach())
-        else:
-            out.append(column[0])
+        match column[0]:
+            case Mean(total):
+                out.append((next(added) / next(added)).to(total.dtype))
+            case Sum(value):
+                dtype = torch.as_tensor(value).dtype
+                out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
+            case Max(value):
+                out.append(next(largest).to(torch.as_tensor(value).dtype))
+            case Tensor() as tensor:
+                out.append(tensor.detach() if len(column) == 1 else torch.stack(column).detach())
+            case other:
+                out.append(other)
     return optree.tree_unflatten(flat[0][1], out)
 
 
@@ -175,11 +175,11 @@ def _in_order(comms: Ranks | None) -> bool:
 
 def _apart(comms: Any, values: Sequence[Tensor]) -> Tensor:
     """Returns [G, ...], a value of each micro-shard, once summed over ranks."""
-    return apart(torch.stack([value.detach().double() for value in values]), comms, comms.world_rank)
+    return apart(torch.stack([value.double() for value in values]), comms, comms.world_rank)
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.detach().double() for value in values]).sum(0)
+    return torch.stack([value.double() for value in values]).sum(0)
 
 
 def _packed(values: list[Tensor], reduce: Any) -> list[Tensor]:
