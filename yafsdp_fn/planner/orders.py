@@ -124,7 +124,7 @@ class CallGraph(NamedTuple):
 
 
 Ends = dict[tuple[bool, int, int], float]
-"""When forwards (True) and backwards end, by segment and microbatch; of a backward in halves that of inputs."""
+"""The end of each forward (True) and backward, by segment and microbatch; of a backward in halves, that of inputs."""
 
 
 class OrderRun(NamedTuple):
