@@ -405,8 +405,7 @@ def _copy(before: Any, node: Any) -> None:
 
 def _forms(handle: Sharded) -> list[Any]:
     """Returns what the bytes of a handle depend on: formats and leaves of the groups that are in formats."""
-    groups = [group for _, group, _ in handle.group_leaves()]
-    return [(of.encodes.format, of.layout.names, of.layer_shapes) for of in groups if of.encodes is not None]
+    return [(of.encodes.format, of.layout.names, of.layer_shapes) for of in handle.groups if of.encodes is not None]
 
 
 # ---- Back to whole tensors.

@@ -151,7 +151,7 @@ class Groups(MeshRanks):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self.micro_shards = micro_shards_of(mesh)
+        self.set_micro_shards(micro_shards_of(mesh))
         self.parent = default_group()
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)

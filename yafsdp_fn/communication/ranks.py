@@ -55,7 +55,7 @@ class Ranks:
         axes compute other tokens, those that differ on `tensor` or an axis of the user's have the same
     sequence_parts: ranks of `context`, neighbours as `seed_rank` counts
     world: all ranks of the mesh; alone: world == 1
-    micro_shards: of every global batch, if bits must not depend on the number of ranks (deterministic; micro_shards.py)
+    deterministic: bits must not depend on the number of ranks; micro_shards: of every global batch then
     called: is told of each collective over an axis inside blocks, what it is given, and the rows of it that go to each
         rank and come from it, if parts may be uneven, before it runs; it may raise, and returns what is to be called
         afterwards, if anything
@@ -63,6 +63,7 @@ class Ranks:
 
     called: Callable[[AxisCollective, Tensor, Rows], Callable[[], None] | None] | None = None
     micro_shards: int | None = None
+    deterministic = False
 
     def __init__(
         self,
@@ -97,9 +98,9 @@ class Ranks:
         self.world = stages * replicas * self.ranks
         self.alone = self.world == 1
 
-    @property
-    def deterministic(self) -> bool:
-        return self.micro_shards is not None
+    def set_micro_shards(self, micro_shards: int | None) -> None:
+        """Sets how global batches are cut (micro_shards.py). None: as the caller likes; bits depend on it."""
+        self.micro_shards, self.deterministic = micro_shards, micro_shards is not None
 
     # ---- axes inside blocks
 

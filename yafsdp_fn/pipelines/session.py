@@ -252,7 +252,7 @@ class StageSession(Session):
         """Runs a visit that is here; returns what stands for the outputs of another one."""
         number = len(self.visits)
         if self.segment.enter(call, number):
-            self.new_visit(call.name, call.units)
+            self.new_visit(call)
             return self.segment.placeholders(call, number)
         return self.segment.checked(call, super().visit(call), number)
 

@@ -151,7 +151,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     dtypes = _dtypes(trace)
     comms = absent_ranks(trace.mesh if len(trace.mesh) > 1 else ((SHARD, trace.ranks),))
     if trace.ordered:
-        comms.micro_shards = trace.microbatches * comms.world
+        comms.set_micro_shards(trace.microbatches * comms.world)
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
     receive, staging = _buffers(program, dtypes, grads_alias, comms, device)

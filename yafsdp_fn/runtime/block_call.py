@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.markers import BARE
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.split import Call
@@ -47,7 +48,7 @@ class Rows:
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
-        self.groups = [group for _, group, _ in handle.group_leaves()]
+        self.groups = handle.groups
         self.columns: dict[int, Tensor] | None = None
 
 
@@ -193,7 +194,7 @@ class BlockCall(TensorCall):
         signature: Hashable = None,
         carries: bool = False,
     ) -> None:
-        leaves, spec = optree.tree_flatten(args)
+        leaves, spec = optree.tree_flatten(args, namespace=BARE)
         self.name, self.block, self.first = name, block, first
         self._carries, self._code = carries, signature
         self.rows: list[HandleWeights] = []
@@ -344,12 +345,12 @@ class VisitRunner:
             self.collectives.end_call()
         self.raise_failure()  # before anything is updated, where the loss went on after it
 
-    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
+    def new_visit(self, call: BlockCall) -> Visit:
         """Begins a visit of this microbatch."""
         if self._failure or self.running:
-            self._may_begin(name)
-        trained = tuple(filter(self._trained.__contains__, units))
-        self.visits.append(Visit(len(self.visits), name, units, trained))
+            self._may_begin(call.name)
+        trained = tuple(filter(self._trained.__contains__, call.units))
+        self.visits.append(Visit(len(self.visits), call.name, call.units, trained))
         return self.visits[-1]
 
     def _may_begin(self, name: str) -> None:
@@ -363,7 +364,7 @@ class VisitRunner:
         counts = torch.is_grad_enabled() or not self.differentiates
         if not counts:
             self._may_begin(call.name)
-        visit = self.new_visit(call.name, call.units) if counts else None
+        visit = self.new_visit(call) if counts else None
         try:
             outs = self.outputs_of(call, visit)
         except BaseException as error:

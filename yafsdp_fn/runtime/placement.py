@@ -116,7 +116,7 @@ class Placement(Generic[AnyRanks]):
         comms = self.comms
         numbers = comms.replicas, comms.nodes, comms.local_ranks, comms.device, comms.rank, comms.replica
         ranks = Ranks(*numbers, axes=comms.axes)
-        ranks.micro_shards = comms.micro_shards
+        ranks.set_micro_shards(comms.micro_shards)
         return Placement(self.layout, self.mesh_axes, self.precision, ranks, self.assignment)
 
     def owns(self, number: int, leaf: object) -> bool:
