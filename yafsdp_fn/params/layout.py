@@ -319,8 +319,6 @@ class Entry:
 
     def unflatten(self, by_group: Mapping[str, Sequence[Any]]) -> Tree:
         """Builds the subtree from the leaves of its groups, by name; leaves of absent groups are None."""
-        if len(self.groups) == 1 and by_group:
-            return optree.tree_unflatten(self.spec, by_group[self.groups[0].name])
         out: list[Any] = [None] * self.spec.num_leaves
         for group in self.groups:
             if group.name in by_group:

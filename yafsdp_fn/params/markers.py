@@ -11,6 +11,9 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # plain `opt
 
 # ---- Registers classes as pytree nodes, with optree and with torch.
 
+BARE = "yafsdp_fn, without markers"
+"""optree's namespace in which a tree that is flattened is put together again without its markers, as blocks get it."""
+
 
 def register_node(
     cls: type,
@@ -24,6 +27,8 @@ def register_node(
     """
     rebuild: Any = unflatten
     optree.register_pytree_node(cls, flatten, rebuild, path_entry_type=entry, namespace=GLOBAL_NAMESPACE)
+    if issubclass(cls, Marker):
+        optree.register_pytree_node(cls, flatten, lambda _, below: next(iter(below)), namespace=BARE)
     torch_pytree.register_pytree_node(
         cls,
         lambda node: (list(flatten(node)[0]), flatten(node)[1]),
@@ -128,7 +133,7 @@ def is_marker(node: object) -> bool:
 
 def has_marker(tree: Any) -> bool:
     """Returns whether a marker is anywhere in `tree`."""
-    return any(is_marker(node) for node in optree.tree_leaves(tree, is_leaf=is_marker))
+    return any(map(is_marker, optree.tree_leaves(tree, is_leaf=is_marker)))
 
 
 def without_markers(tree: Any) -> Any:
