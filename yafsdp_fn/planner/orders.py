@@ -124,7 +124,8 @@ class CallGraph(NamedTuple):
 
 
 Ends = dict[tuple[bool, int, int], float]
-"""When forwards (True) and backwards end, by segment and microbatch; of a backward in halves that of inputs."""
+"""The times at which forwards (True) and backwards end, by segment and microbatch; of a backward in halves that of
+inputs."""
 
 
 class OrderRun(NamedTuple):
