@@ -40,7 +40,7 @@ from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Programs, Verified
 from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
-from yafsdp_fn.runtime.recording import CallRecording
+from yafsdp_fn.runtime.recording import CallRecording, LossWatch
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.schedules.builders import AnySchedule, zero3
@@ -241,7 +241,7 @@ class StepFunction:
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {step}"):
             recording.begin(FIRST)
-            with recording.watch():
+            with LossWatch():
                 mean, aux = recording.call_loss(loss, 0, copied=True)
             recording.end()
             recording.compare(mean.total, _outline(aux), arguments.plain)
