@@ -88,6 +88,11 @@ def test_an_error_is_one_line(command: str, said: str, program: ya.Program, caps
     assert error.startswith(f"yafsdp {said}") and error.count("\n") == 1, error
 
 
+def test_stages_have_a_pipeline_where_no_schedule_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(f"{PLAN} --mesh stages=2")) == 0
+    assert "2 stages, 1 microbatch" in capsys.readouterr().out
+
+
 def test_an_error_of_the_loss_is_shown_where_it_is_on_request(folder: Path) -> None:
     Path("my_model.py").write_text(MODEL.replace("    x = ya.apply(embed", "    1 / 0\n    x = ya.apply(embed"))
     assert main(shlex.split(PLAN)) == 2

@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -567,6 +568,50 @@ def test_a_layer_that_keeps_something_is_refused(
     monkeypatch.setattr(Layer, "forward", forward)
     with pytest.raises((RuntimeError, TypeError), match=message):
         ya.value_and_grad(squares(model))(whole, tokens_of(0))
+
+
+def counts(model: Any) -> None:
+    model.seen += 1
+
+
+def averages(model: Any) -> None:
+    model.mean = 0.5 * model.mean + 1.0
+
+
+def counts_in_a_buffer(model: Any) -> None:
+    model.layers[0].shift.add_(1.0)
+
+
+def notes(model: Any) -> None:
+    model.note, model.scale, model.new = torch.ones(2), 2.0 / 4, 3
+
+
+class Writing(Model):
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.write, self.seen, self.mean, self.note, self.scale = write, 0, torch.zeros(()), None, 0.5
+
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        self.write(self)
+        return super().forward(tokens, **how)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (counts, "the module writes to its seen while it runs"),
+        (averages, "the module writes to its mean while it runs"),
+        (counts_in_a_buffer, "layers.0 writes to its shift while it runs"),
+        (notes, None),
+    ],
+)
+def test_what_a_module_around_the_layers_counts_is_refused(mesh: Any, write: Any, message: str | None) -> None:
+    torch.manual_seed(0)
+    params, model = ya.functionalize(Writing(write), "layers")
+    for whole in (ya.materialize(params), ya.shard(params, None, mesh=mesh).params):
+        with nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+            ya.value_and_grad(squares(model))(whole, tokens_of(0))
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:

@@ -25,6 +25,7 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import StepLoss, returned
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.randomness import (
     LOSS,
     States,
@@ -276,7 +277,10 @@ class VisitRunner:
     position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     running: the visit under way, while there is one
+    watch: this call looks for what would be wrong in silence
     """
+
+    watch: bool = False
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
         self.memory, self.number, self.differentiates = memory, number, differentiates
@@ -315,10 +319,10 @@ class VisitRunner:
         comms, track = self.memory.comms, self.differentiates
         counter = loss.seed.counter(comms, microbatch)
         masters = self.memory.masters()
-        before = [master._version for master in masters]
+        before = content(masters, self.watch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             called = returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
-        if [master._version for master in masters] != before:
+        if content(masters, self.watch) != before:
             raise errors.leaf_written()
         return called
 

@@ -373,17 +373,20 @@ class Session(VisitRunner):
         return results
 
     def loss_root(self, mean: Mean) -> BackwardRoot:
-        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss. In a step that
-        looks it raises for a loss that depends on what gets no gradient: parameters of modules, visits of earlier
-        calls."""
+        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss."""
         if not mean.total.requires_grad:
             raise ValueError(INDEPENDENT)
         if self.watch:
-            if of_modules := foreign(leaves_behind([mean.total])):
-                raise errors.parameter_of_a_module(of_modules[0])
-            if others := of_other_calls(mean.total, self):
-                raise errors.of_an_earlier_call(others[0])
+            self.check_origin([mean.total])
         return get_gradient_edge(mean.total), torch.ones_like(mean.total)
+
+    def check_origin(self, tensors: Sequence[Tensor]) -> None:
+        """Raises for tensors of a loss that depend on what gets no gradient: parameters of modules, visits of earlier
+        calls."""
+        if of_modules := foreign([*tensors, *leaves_behind(tensors)]):
+            raise errors.parameter_of_a_module(of_modules[0])
+        if others := of_other_calls(tensors, self):
+            raise errors.of_an_earlier_call(others[0])
 
     def token_root(self) -> BackwardRoot:
         """Returns the root that the last token is: visits that the loss does not use get their backward in its

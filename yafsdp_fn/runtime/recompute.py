@@ -55,8 +55,7 @@ class RecomputedVisit(Running):
             leaves.append(session.slots.leaves(slot, unit, track and unit in visit.trained))
         offer(self._trained(leaves), early)
         with torch.set_grad_enabled(track):
-            outs = self.call.run_on(leaves, tensors)
-            self.check(leaves, tensors, outs)
+            outs = self.run_block(leaves, tensors)
         return leaves, outs
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
