@@ -6,32 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model
 from yafsdp_fn.runtime.reductions import as_mean, combine
-
-numbers = st.floats(-100, 100, width=32)
-
-
-@given(st.lists(st.tuples(numbers, st.integers(1, 9)), min_size=1, max_size=6))
-def test_a_mean_is_the_sum_of_totals_over_the_sum_of_weights(parts: list[tuple[float, int]]) -> None:
-    got = combine([ya.Mean(torch.tensor(total), torch.tensor(weight)) for total, weight in parts], None)
-    want = sum(torch.tensor(total, dtype=torch.float64) for total, _ in parts) / sum(weight for _, weight in parts)
-    assert got.dtype == torch.float32 and torch.equal(got, torch.as_tensor(want).float())
-
-
-@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5))
-def test_sums_and_maxima_are_elementwise(rows: list[list[float]]) -> None:
-    parts = [{"s": ya.Sum(torch.tensor(row)), "m": [ya.Max(torch.tensor(row))]} for row in rows]
-    got = combine(parts, None)
-    whole = torch.tensor(rows)
-    assert torch.equal(got["m"][0], whole.amax(0))
-    assert torch.equal(got["s"], whole.double().sum(0).float())
 
 
 def test_dtypes() -> None:
