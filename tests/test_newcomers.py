@@ -262,6 +262,9 @@ SILENT = {
         stepping(loss=let_out, schedule=ya.schedules.zero3(remat="all"))
     ),
     "ValueError: layers[0]: the loss uses params of the state that this step trains, but not those that it": by_closure,
+    "TypeError: aux: expected a real tensor or number in ya.Sum, got torch.complex64 (4, 4)": stepping(
+        loss=lambda params, batch: (loss_fn(params, batch), ya.Sum(batch["x"] * 1j)), has_aux=True
+    ),
     "TypeError: shard_batch: the batch is a list of 4, of which every one would get all rows; give a tensor, whose": (
         cutting([{"x": row} for row in ROWS])
     ),
@@ -348,6 +351,18 @@ SILENT = {
 }
 
 UNCLEAR = {
+    "TypeError: shard_batch: x is a sparse tensor, whose rows cannot be cut as views: give it dense": cutting(
+        {"x": ROWS.to_sparse()}
+    ),
+    "TypeError: microbatches: x of argument 1 is a sparse tensor, whose rows": stepping(
+        {"x": ROWS.to_sparse()}, microbatches=2
+    ),
+    "TypeError: layers.w is on the meta device and has no values; give whole": lambda mesh: ya.shard(
+        {"layers": ya.Stacked({"w": torch.ones(2, 4, 4, device="meta")})}, TX, mesh=mesh
+    ),
+    "TypeError: the loss: the weight of a Mean should be a number or a tensor, got NoneType": without_a_graph(
+        lambda mean: ya.Mean(mean.total, None)  # type: ignore[arg-type]
+    ),
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
     ),

@@ -116,40 +116,6 @@ def states(tree: Any = None) -> tuple[Any, Any]:
     return small.states(like_inputs if tree is None else tree, seed=1)
 
 
-@settings(max_examples=25)
-@given(st.booleans(), st.integers(1, 5), st.booleans(), st.sampled_from(["none", "all", "first"]), st.none() | ORDERS)
-def test_sharded_is_plain_to_the_bit(
-    reverse: bool, unroll: int, with_consts: bool, remat: str, order: list[int] | None
-) -> None:
-    sharded, plain = states()
-    extra = torch.linspace(0, 1, 4)
-
-    def loss(params: Any, scale: Tensor, extra: Tensor) -> tuple[Tensor, Any]:
-        def f(carry: Carry, x: Any, *consts: Any) -> tuple[Carry, Any]:
-            carry, y = body(carry, x[0], *consts)
-            return carry._replace(x=carry.x + x[1]), y
-
-        consts: Any = ({"s": scale},) if with_consts else ()
-        xs = (params["s"], extra)
-        consts = consts[0] if consts else ()
-        carry, ys = ya.scan(f, start(), xs, reverse=reverse, unroll=unroll, consts=consts, order=order)
-        # the scale is used in any case
-        return carry.x.square().sum() + ys["mean"].sum() + scale, (carry, ys)
-
-    policy = {"none": ya.schedules.remat.none, "all": ya.schedules.remat.all, "first": ya.schedules.remat.first(1)}[
-        remat
-    ]
-    both = ya.value_and_grad(loss, (0, 1, 2), has_aux=True, schedule=ya.schedules.zero3(remat=policy))
-    scale = torch.tensor(1.25)
-    want = both(plain, scale, extra)
-    for _ in range(2):  # recorded, then with its program
-        got = both(sharded, scale, extra)
-        assert_equal(got[0], want[0])
-        once = order is None or len(set(order)) == len(order)  # else sums of a layer's visits have another order
-        (assert_equal if once else assert_close)(got[1][0], want[1][0])
-        assert_close(got[1][1:], want[1][1:])
-
-
 def visits(loss: Callable[[Any], Tensor], params: Any) -> list[str]:
     """Names of the visits of a loss."""
     seen: list[str] = []

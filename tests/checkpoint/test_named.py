@@ -134,7 +134,8 @@ def moments_of(path: str, layer: int | None) -> str:
 
 def on_from_fsdp2(mesh: Any, source: Path, target: Path) -> list[Tensors]:
     """The same third step, and what it saves for FSDP2."""
-    tx = ya.optim.adamw(ya.optim.piecewise_constant_schedule(RATES[0], {1: 0.5, 2: 0.5}), weight_decay=0.1)
+    rates = [*map(ya.optim.constant_schedule, RATES)]
+    tx = ya.optim.adamw(ya.optim.join_schedules(rates, [1, 2]), weight_decay=0.1)
     state = ya.shard(checkpoint.load_named(source, params(), name), tx, mesh=mesh)
     state = checkpoint.load_moments(source, state, moments_of)
     found = [values(state)]

@@ -27,9 +27,10 @@ class Net(NamedTuple):
 
 
 def net(width: int = 5, leaf: str = "w") -> Net:
-    """Odd sizes, a unit of its own and a frozen part inside the stack, an unstacked frozen unit."""
+    """Odd sizes; a unit of its own, a frozen part and pinned leaves inside the stack, an unstacked frozen unit."""
     layer = {
         leaf: ya.Param((3, width, 3)),
+        "gain": ya.Pinned({"g": ya.Param((3, 7)), "size": ya.Param((3,))}),
         "own": ya.Unit({"x": ya.Param((3, 11))}),
         "still": ya.frozen({"y": ya.Param((3, 2, 3))}),
     }
@@ -43,7 +44,7 @@ def fresh(mesh: Any, **options: Any) -> ya.ShardedState:
 def activations(params: Net, batch: Tensor) -> Tensor:
     def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
         y = torch.tanh(x @ w["w"]) @ w["still"]["y"].T
-        return x + y.sum(-1, keepdim=True) + w["own"]["x"].sum(), None
+        return x + y.sum(-1, keepdim=True) * w["gain"]["size"] + w["own"]["x"].sum() + w["gain"]["g"].sum(), None
 
     x = ya.apply(lambda table, tokens: table[tokens], params.embed, batch)
     x, _ = ya.scan(block, x, params.layers)

@@ -1,86 +1,26 @@
-"""Differentiable collectives between two ranks: the rules for every transform, and the dtypes on the wire."""
+"""Differentiable collectives between two ranks, batched along any dim."""
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
 
-import pytest
 import torch
-from torch import Tensor, func
 
-from tests.harness.groups import exchanging
 from tests.harness.pool import on_ranks
-from yafsdp_fn.communication.communicators import Communicators, communicators
-from yafsdp_fn.communication.differentiable import AllGather, ReduceScatter, SumOfRanks, SumOfShards, SumToShards
-
-
-def check_rules(comms: Communicators) -> None:
-    rank, f64 = comms.rank, torch.float64
-
-    def gather(x: Tensor) -> Tensor:
-        return AllGather.apply(comms, x, f64, f64)
-
-    def scatter(x: Tensor) -> Tensor:
-        return ReduceScatter.apply(comms, x, f64, f64)
-
-    def of_shards(x: Tensor) -> Tensor:
-        return SumOfShards.apply(comms, x)
-
-    def to_shards(x: Tensor) -> Tensor:
-        return SumToShards.apply(comms, x)
-
-    def of_ranks(x: Tensor) -> Tensor:
-        return SumOfRanks.apply(comms, x)
-
-    shards = [torch.arange(3, dtype=f64) + 10 * r for r in range(2)]
-    full = [torch.arange(6, dtype=f64) * (r + 1) for r in range(2)]
-    mine, sent, own = shards[rank], full[rank], slice(3 * rank, 3 * rank + 3)
-    assert torch.equal(gather(mine), torch.cat(shards))
-    assert torch.equal(scatter(sent), sum(full)[own])
-    # each other's adjoints: shards have the sum for their inner product, ranks the mean
-    assert torch.equal(func.vjp(gather, mine)[1](sent)[0], sum(full)[own] / 2)
-    assert torch.equal(func.vjp(scatter, sent)[1](mine)[0], 2 * torch.cat(shards))
-    # linear: their own tangents
-    assert torch.equal(func.jvp(gather, (mine,), (2 * mine,))[1], 2 * torch.cat(shards))
-    assert torch.equal(func.jvp(scatter, (sent,), (2 * sent,))[1], 2 * sum(full)[own])
-    # batched, along any dim
-    rows = torch.stack([mine, -mine, 3 * mine])
-    want = torch.stack([k * torch.cat(shards) for k in (1, -1, 3)])
-    assert torch.equal(torch.vmap(gather)(rows), want)
-    assert torch.equal(torch.vmap(gather, in_dims=1)(rows.T), want)
-    assert torch.equal(
-        torch.vmap(scatter)(torch.stack([sent, -sent])), torch.stack([k * sum(full)[own] for k in (1, -1)])
-    )
-    # sums
-    for add, factor in ((of_shards, 0.5), (to_shards, 2.0), (of_ranks, 1.0)):
-        assert torch.equal(add(mine), sum(shards)) and torch.equal(mine, shards[rank])
-        assert torch.equal(func.vjp(add, mine)[1](sent[:3])[0], factor * sum(full)[:3])
-        assert torch.equal(func.jvp(add, (mine,), (2 * mine,))[1], 2 * sum(shards))
-        assert torch.equal(torch.vmap(add, in_dims=1)(rows.T), torch.stack([k * sum(shards) for k in (1, -1, 3)]))
-        # and back again: the adjoint of the adjoint
-        twice = func.vjp(lambda c, f=add: func.vjp(f, mine)[1](c)[0], sent[:3])[1](mine)[0]
-        assert torch.equal(twice, add(mine))
-    for collective, x, c in ((gather, mine, sent), (scatter, sent, mine)):
-        twice = func.vjp(lambda c, f=collective, x=x: func.vjp(f, x)[1](c)[0], c)[1](x)[0]
-        assert torch.equal(twice, collective(x))
-    # second order: a square of what was gathered, on both ranks
-    square = func.grad(lambda x: gather(x).square().sum() / 2)
-    assert torch.equal(func.jvp(square, (mine,), (3 * mine,))[1], 3 * mine)
+from yafsdp_fn.communication.communicators import communicators
+from yafsdp_fn.communication.differentiable import AllGather, SumOfRanks, SumOfShards, SumToShards
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("exchange", [False, True])
-def test_collectives_have_rules_for_every_transform(mesh: Any, exchange: bool) -> None:
-    with exchanging(exchange):
-        check_rules(communicators(mesh))
-
-
-@on_ranks(2)
-def test_dtypes_of_the_wire(mesh: Any) -> None:
-    """Gathered in one, reduced in another, gradients in the shard's own."""
+def test_collectives_are_batched_along_any_dim_and_leave_their_inputs(mesh):
     comms = communicators(mesh)
-    x = torch.ones(8, requires_grad=True)
-    out = AllGather.apply(comms, x, torch.bfloat16, torch.float64)
-    (grad,) = torch.autograd.grad(out.float().sum(), x)
-    assert grad.eq(1).all()  # of the mean over two ranks
-    assert (out.dtype, grad.dtype) == (torch.bfloat16, torch.float32)
+    f64 = torch.float64
+    shards = [torch.arange(3, dtype=f64) + 10 * rank for rank in range(2)]
+    mine = shards[comms.rank].clone()
+    sums = [(partial(kind.apply, comms), sum(shards)) for kind in (SumOfShards, SumToShards, SumOfRanks)]
+    gather = (lambda x: AllGather.apply(comms, x, f64, f64)), torch.cat(shards)
+    for collective, want in [*sums, gather]:
+        assert torch.equal(collective(mine), want) and torch.equal(mine, shards[comms.rank])
+        assert torch.equal(torch.vmap(collective, in_dims=1)(torch.stack([mine, -mine], 1)), torch.stack([want, -want]))
+    # every rank's own gradient of a sum over the ranks is the sum of theirs
+    assert torch.equal(torch.func.vjp(sums[2][0], mine)[1](mine)[0], sums[2][1])

@@ -105,7 +105,7 @@ def step(
             device.launched.clear()
             state, _ = train(state, batch)
         launched = list(device.launched)
-        real = held_by(state) | {"scratch": sum(x.nbytes for x in state.memory.scratches)}
+        real = held_by(state) | {"scratch": sum(x.nbytes for x in state.memory._scratch.values())}
         return launched, real
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -27,12 +27,15 @@ from tests.harness.pool import Pools
 from tests.harness.problems import Batch, E, V, masked_loss
 from yafsdp_fn.communication.formats import Format, Wire, passed
 from yafsdp_fn.communication.gloo import GlooGroup
+from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.schedules import Program
 
 F64 = torch.float64
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 LAYERS, X = 3, 5
 EXACT = ya.Precision(F64)
+STEPS = ("zero1", "zero3, recomputed", "hpz")
+"""The schedules that take three steps, as well."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,16 +158,20 @@ def through(format: Format | None, leaf: Tensor) -> Tensor:
 
 
 class Plain:
-    """The plain loop. Weights and gradients pass through formats, a layer of a leaf at a time, or a pinned leaf."""
+    """The plain loop. Weights and gradients pass through formats, a layer of a leaf at a time, or a pinned leaf; blocks
+    see weights in a dtype of their own, or in `compute`."""
 
-    def __init__(self, abstract: Any) -> None:
-        leaves, self.spec = optree.tree_flatten(ya.params.without_markers(abstract))
+    def __init__(self, abstract: Any, loss: Loss = loss, compute: torch.dtype = F64) -> None:
+        self.abstract, self.loss = abstract, loss
+        bare = ya.params.without_markers(abstract)
+        leaves, self.spec = optree.tree_flatten(bare)
         self.wires = [leaf.wire for leaf in leaves]
-        self.names: list[str] = optree.tree_leaves(ya.params.leaf_names(ya.params.without_markers(abstract)))
-        marked = not isinstance(abstract["layers"].tree["down"], ya.Param)
-        self.frozen = ("layers.down",) if marked else ()
-        self.stacked = {name for name in self.names if name.startswith("layers")}
-        self.stacked -= {"layers.gain"} if marked else set()
+        self.dtypes = [leaf.compute or compute for leaf in leaves]
+        self.names: list[str] = optree.tree_leaves(ya.params.leaf_names(bare))
+        self.frozen, self.stacked = set[str](), set[str]()
+        for entry, group in tree_layout(abstract)[0].groups:
+            self.frozen.update(() if group.trainable else group.layout.names)
+            self.stacked.update(group.layout.names if entry.stacked(group) else ())
 
     def passed(self, name: str, format: Format | None, leaf: Tensor) -> Tensor:
         if format is None or name in self.stacked:
@@ -176,13 +183,14 @@ class Plain:
         return [self.passed(*each) for each in zip(self.names, formats, leaves, strict=True)]
 
     def value_and_grad(
-        self, params: Any, batches: list[Batch], parts: int, deferred: bool, per_node: int = 1
+        self, params: Any, batches: list[Batch], parts: int = 1, deferred: bool = False, per_node: int = 1
     ) -> tuple[Tensor, Any]:
         """`deferred`: a rank reduces the sum over its microbatches, else each one. `per_node`: ranks whose sum, of each
         reduction, passes once more; 1: none does."""
         whole = optree.tree_leaves(ya.params.without_markers(params))
-        leaves = [leaf.detach().requires_grad_() for leaf in self.all_passed(whole, "gather")]
-        sums = [torch.zeros_like(leaf) for leaf in leaves]
+        passed = zip(self.all_passed(whole, "gather"), self.dtypes, strict=True)
+        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf, dtype in passed]
+        sums = [torch.zeros_like(leaf) for leaf in whole]
         value, weights = torch.zeros((), dtype=F64), 0.0
         reduced: list[list[list[Tensor]]] = []  # by rank and reduction
         for batch in batches:
@@ -190,26 +198,80 @@ class Plain:
             found = []
             for part in range(parts):
                 mine = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
-                total, weight = loss(optree.tree_unflatten(self.spec, leaves), mine)
+                total, weight = self.loss(optree.tree_unflatten(self.spec, leaves), mine)
                 value, weights = value + total.detach(), weights + float(weight)
-                found.append(list(torch.autograd.grad(total, leaves)))
+                grads = torch.autograd.grad(total, leaves)
+                found.append([grad.to(leaf.dtype) for grad, leaf in zip(grads, whole, strict=True)])
             found = [added(found)] if deferred else found
             reduced.append([self.all_passed(grads, "reduce") for grads in found])
         for first in range(0, len(batches), per_node):
             for of_ranks in zip(*reduced[first : first + per_node], strict=True):
                 of_node = added(of_ranks)
                 sums = added([sums, self.all_passed(of_node, "reduce") if per_node > 1 else of_node])
-        return (value / weights).float(), optree.tree_unflatten(self.spec, [grad / weights for grad in sums])
+        grads = optree.tree_unflatten(self.spec, [grad / weights for grad in sums])
+        return (value / weights).to(total.dtype), grads
 
     def trained(self, params: Any) -> dict[str, Tensor]:
-        leaves = optree.tree_leaves(ya.params.without_markers(params))
+        """Whole leaves of any tree but the frozen ones, by name."""
+        leaves = optree.tree_leaves(ya.params.without_markers(ya.unshard(params)))
         return {name: leaf for name, leaf in zip(self.names, leaves, strict=True) if name not in self.frozen}
 
 
-# ---- the crossing
+def whole_in_double(state: Any) -> Any:
+    return optree.tree_map(Tensor.double, ya.unshard(state))
 
-STEPS = ("zero1", "zero3, recomputed", "hpz")
-"""The schedules that take three steps, as well."""
+
+def gradients_and_steps(
+    mesh: Any,
+    plain: Plain,
+    schedules: Mapping[str, ya.schedules.Schedule],
+    parts: int,
+    tolerance: float,
+    what: str,
+    *,
+    precision: ya.Precision = EXACT,
+    per_node: int = 1,
+    steps: Sequence[str] = STEPS,
+) -> None:
+    """By each schedule, gradients are those of the plain loop; by those named in `steps`, three steps, too."""
+    for schedule, build in schedules.items():
+        said = f"{what}, {parts} microbatches, {schedule}"
+        state = ya.init(plain.abstract, TX, mesh=mesh, precision=precision)
+        params, batches = whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
+        how = parts, schedule == "zero1", per_node
+        expected = plain.value_and_grad(params, batches, *how)
+        function = ya.value_and_grad(plain.loss, schedule=build, microbatches=parts)
+        value, grads = function(state.params, batches[mesh.get_rank()])
+        compare(value, expected[0], 1e-6, f"{said}: value")
+        compare(plain.trained(grads), plain.trained(expected[1]), tolerance, f"{said}: gradients")
+        if schedule not in steps:
+            continue
+        step = ya.train_step(plain.loss, TX, schedule=build, microbatches=parts)
+        oracle = ya.PlainState.create(plain.trained(params), TX)
+        for number in range(3):
+            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
+            before = zip(plain.names, optree.tree_leaves(params), strict=True)
+            latest = [oracle.params.get(name, leaf) for name, leaf in before]
+            oracle = oracle.apply_gradients(plain.trained(plain.value_and_grad(latest, now, *how)[1]), TX)
+            state, _ = step(state, now[mesh.get_rank()])
+        compare(plain.trained(state), oracle.params, 10 * tolerance, f"{said}: three steps")
+
+
+def across_stages(plain: Plain, sharding: ya.schedules.Schedule, tolerance: float, precision: ya.Precision) -> None:
+    """On two stages, gradients by two orders and a step are those of the plain loop."""
+    state, batches, mine = on_two_stages(plain.loss, plain.abstract, TX, precision)
+    params = whole_in_double(state)
+    grads = plain.trained(plain.value_and_grad(params, batches, 3)[1])
+    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
+        schedule = order(ya.schedules.zero3())
+        _, found = ya.value_and_grad(plain.loss, schedule=schedule, microbatches=3)(state.params, mine)
+        compare(plain.trained(found), grads, tolerance, f"stages, {schedule}")
+    step = ya.train_step(plain.loss, TX, schedule=ya.schedules.one_f_one_b(sharding), microbatches=3)
+    oracle = ya.PlainState.create(plain.trained(params), TX).apply_gradients(grads, TX)
+    compare(plain.trained(step(state, mine)[0]), oracle.params, 10 * tolerance, "stages, a step")
+
+
+# ---- the crossing
 
 
 def schedules_for(mesh: Any) -> dict[str, ya.schedules.Schedule]:
@@ -279,17 +341,17 @@ def planned_program(loss: Loss, abstract: Any, state: Any, tx: Any) -> Program:
     return program
 
 
-def two_steps_are_plain(mesh: Any, wire: Wire, tx: Any) -> None:
+def two_steps_are_plain(mesh: Any, plain: Plain, tx: Any, precision: ya.Precision = EXACT) -> None:
     """Of an optimizer that does not know formats on the wire, by its own definition on whole leaves."""
-    state = ya.init(tree(wire), tx, mesh=mesh, precision=EXACT)
-    params, plain, step = ya.unshard(state), Plain(tree(wire)), ya.train_step(loss, tx)
+    state, step = ya.init(plain.abstract, tx, mesh=mesh, precision=precision), ya.train_step(plain.loss, tx)
+    params = whole_in_double(state)
     oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
     for number in range(2):
         now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
-        _, grads = plain.value_and_grad(oracle.params, now, 1, False)
+        _, grads = plain.value_and_grad(oracle.params, now)
         oracle = oracle.apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
         state, _ = step(state, now[mesh.get_rank()])
-    compare(ya.unshard(state), ya.params.without_markers(oracle.params), 1e-10, repr(tx))
+    compare(state, oracle.params, 1e-10, repr(tx))
 
 
 # ---- bits, and bytes

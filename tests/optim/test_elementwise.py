@@ -9,17 +9,14 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare
 from tests.harness.pool import on_ranks
-from tests.harness.small import assert_equal, batch, batches, loss, model, one_rank
+from tests.harness.small import batch, loss, model, one_rank
 from tests.harness.watching import Watch
 from tests.optim.test_step import ALL
-from tests.optim.trees import bits, matrices, plain_state
+from tests.optim.trees import bits, matrices, trains_as_plain
 from tests.optim.trees import model as tree
 from yafsdp_fn import optim
-from yafsdp_fn.program.ops import Update
 
-F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 5
 
 
@@ -35,8 +32,7 @@ TXS: dict[str, Any] = {
         optim.clip_by_global_norm(0.5), optim.contrib.schedule_free_adamw(0.05, 2, weight_decay=0.1)
     ),
     "schedule_free": optim.contrib.schedule_free(optim.sgd(WARM, momentum=0.5), WARM),
-    "inject_hyperparams": optim.contrib.inject_hyperparams(optim.adamw)(ramp, b2=0.9, weight_decay=0.1),
-    "one in another": optim.contrib.schedule_free(optim.contrib.inject_hyperparams(optim.lion)(WARM), WARM),
+    "one in another": optim.contrib.schedule_free(optim.lion(WARM), WARM),
 }
 WHOLE: dict[str, Any] = {
     "schedule_free, clipped": optim.contrib.schedule_free(
@@ -46,43 +42,17 @@ WHOLE: dict[str, Any] = {
 """What needs to know more than a unit: not inside of a program."""
 
 
-def damaged(params: Any, batch: Any) -> ya.Mean:
-    """The loss, infinite where the batch says so."""
-    total, weight = loss(params, batch)
-    return ya.Mean(total * batch["factor"], weight)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("name", TXS | WHOLE)
 def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bits(mesh: Any, name: str) -> None:
     """Five steps, of which the third is skipped: after the program, and inside of it where that can be."""
-    tx = (TXS | WHOLE)[name]
-    ways = [False, True] if name in TXS else [False]
-    states = [ya.init(model(), tx, mesh=mesh, precision=F64) for _ in ways]
-    steps = [ya.train_step(damaged, tx, schedule=ya.schedules.zero3(update=inside)) for inside in ways]
-    expected = plain_state(model(), tx)
-    oracle = ya.train_step(damaged, tx)
-    for number, (mine, everything) in enumerate(batches(mesh, STEPS)):
-        factor = {"factor": torch.tensor(float("inf") if number == 2 else 1.0)}
-        expected, _ = oracle(expected, everything | factor)
-        for way, step in enumerate(steps):
-            states[way], metrics = step(states[way], mine | factor)
-            assert float(metrics["skipped"]) == (number == 2)
-    for inside, step, state in zip(ways, steps, states, strict=True):
-        program = step.program(state)
-        assert program is not None and inside == any(isinstance(op, Update) for op in program.ops)
     # a moment in bfloat16 moves by a whole place of it where a mean does by a last one
     loose = 1e-3 if "bfloat16" in name else 1e-12
-    compare(ya.unshard(states[0]), expected.params, loose, "parameters")
-    compare(ya.unshard(states[0].opt_state), expected.opt_state, 4 * loose, "the optimizer's state")
-    assert_equal(*((state.params, state.opt_state) for state in (states[0], states[-1])))
+    how: Any = {"skips": True, "steps": STEPS, "tolerance": loose, "of_state": 4 * loose}
+    trains_as_plain(mesh, (TXS | WHOLE)[name], inside=name in TXS, **how)
 
 
-READS = ("inject_hyperparams", "one in another")
-"""Those of which the host reads a number in each step: the ranges of rates."""
-
-
-@pytest.mark.parametrize("name", [name for name in TXS | WHOLE if name not in READS])
+@pytest.mark.parametrize("name", TXS | WHOLE)
 def test_the_host_reads_nothing(name: str) -> None:
     tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
     state, found_inf = tx.init(params), torch.zeros(())

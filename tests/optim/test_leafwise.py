@@ -18,14 +18,12 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import compare
 from tests.harness.pool import Pool, on_ranks
-from tests.harness.small import batch, batches, loss, model, param
-from tests.optim.trees import plain_state
+from tests.harness.small import batch, loss, model, param
+from tests.optim.trees import trains_as_plain
 from yafsdp_fn import optim
 from yafsdp_fn.communication.gloo import GlooGroup
-from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.util.owners import Leaf, assign
 
-F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 3
 
 
@@ -120,29 +118,8 @@ PARAMS = {"layers": model, "pinned": pinned}
 
 
 def trained(mesh: Any, name: str, params: str = "layers") -> None:
-    """After the program and in it, and by gradients, against the plain tree; the first two to the same bits."""
-    tx, create = TXS[name], PARAMS[params]
-    expected = plain_state(create(), tx)
-    updates = [False, True] if name in IN_PROGRAMS else [False]
-    states = [ya.init(create(), tx, mesh=mesh, precision=F64) for _ in updates]
-    by_hand = ya.init(create(), tx, mesh=mesh, precision=F64)
-    verbs = [ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=update)) for update in updates]
-    oracle, gradient = ya.train_step(loss, tx), ya.grad(loss)
-    for mine, everything in batches(mesh, STEPS):
-        states = [step(state, mine)[0] for step, state in zip(verbs, states, strict=True)]
-        by_hand = by_hand.apply_gradients(gradient(by_hand.params, mine), tx)
-        expected, _ = oracle(expected, everything)
-    for what, state in zip(("after", "in the program", "by hand"), (*states, by_hand), strict=False):
-        compare(ya.unshard(state.params), expected.params, 1e-10, f"{name}, {what}: parameters")
-        got, wanted = (
-            dict(named_leaves(ya.params.without_markers(tree)))
-            for tree in (ya.unshard(state.opt_state), expected.opt_state)
-        )
-        compare({path: got[path] for path in wanted}, wanted, 1e-10, f"{name}, {what}: the optimizer's state")
-        others = [leaf for path, leaf in got.items() if path not in wanted]  # of another label in the same unit
-        assert not any(leaf.any() for leaf in others)
-    for other in states[1:]:
-        compare(ya.unshard(other.params), ya.unshard(states[0].params), 0, f"{name}: parameters, in the program")
+    how: Any = {"steps": STEPS, "tolerance": 1e-10, "of_state": 1e-10}
+    trains_as_plain(mesh, TXS[name], create=PARAMS[params], inside=name in IN_PROGRAMS, by_hand=True, **how)
 
 
 @pytest.mark.sampled

@@ -13,71 +13,52 @@ from tests.harness.small import model, param
 from yafsdp_fn import optim
 from yafsdp_fn.params.tree import named_leaves
 
-STEPS, LR, DECAY = 20, 0.02, 0.1
-MATRICES = ("layers.up", "layers.down")
+LR, DECAY = 0.02, 0.1
+Blocks = dict[str, tuple[int, int] | None]
+"""Matrices, and the dimension and number of the blocks that each is cut into."""
 
 
-def torchs(whole: Any) -> dict[str, torch.Tensor]:
-    """The parameters by name after as many steps of torch.optim.Muon, layer by layer, beside torch's AdamW."""
+def parts(tree: Any, blocks: Blocks) -> list[tuple[str, torch.Tensor]]:
+    """Each layer of each leaf, or each of its blocks, with the leaf's path."""
+    found = []
+    for path, leaf in named_leaves(ya.unshard(tree)):
+        dim, count = blocks.get(path) or (0, 1)
+        for row in leaf.unbind() if path.startswith("layers") else (leaf,):
+            found += [(path, part.clone()) for part in row.chunk(count, dim)]
+    return found
 
-    def rows(path: str, leaf: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return leaf.unbind() if path in MATRICES else (leaf,)
 
-    own = {path: [torch.nn.Parameter(row.clone()) for row in rows(path, leaf)] for path, leaf in named_leaves(whole)}
-    chosen = [row for path in MATRICES for row in own[path]]
-    muon = torch.optim.Muon(chosen, lr=LR, weight_decay=DECAY)
-    others = [row for path in own.keys() - set(MATRICES) for row in own[path]]
-    adamw = torch.optim.AdamW(others, lr=0.01, weight_decay=DECAY)
-    like = whole._replace(layers=ya.Stacked(whole.layers))  # `normal_like` draws layer by layer
-    for step in range(STEPS):
-        for path, grad in named_leaves(ya.normal_like(step, like)):
-            for mine, row in zip(own[path], rows(path, grad), strict=True):
-                mine.grad = row
-        muon.step()
-        adamw.step()
-    return {path: torch.stack([row.detach() for row in of]) for path, of in own.items()}
+def is_torchs(mesh: Any, params: Any, tx: Any, blocks: Blocks, steps: int) -> None:
+    """Steps are those of torch's Muon on `parts`, beside torch's AdamW on those of other leaves."""
+    state = ya.init(params, tx, mesh=mesh)
+    theirs = [(path, torch.nn.Parameter(part)) for path, part in parts(state.params, blocks)]
+    matrices, others = ([part for path, part in theirs if (path in blocks) == own] for own in (True, False))
+    optimizers: list[Any] = [torch.optim.Muon(matrices, lr=LR, weight_decay=DECAY)]
+    if others:
+        optimizers.append(torch.optim.AdamW(others, lr=0.01, weight_decay=DECAY))
+    for step in range(steps):
+        grads = ya.normal_like(step, state.params)
+        for (_, own), (_, grad) in zip(theirs, parts(grads, blocks), strict=True):
+            own.grad = grad
+        for optimizer in optimizers:
+            optimizer.step()
+        state = state.apply_gradients(grads, tx)
+    for (path, got), (_, wanted) in zip(parts(state.params, blocks), theirs, strict=True):
+        torch.testing.assert_close(got, wanted.detach(), rtol=0, atol=1e-5, msg=path)
 
 
 @on_ranks(1, 2, 3, 4)
 def test_is_torchs(mesh: Any) -> None:
     tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, others=optim.adamw(0.01, weight_decay=DECAY))
-    state = ya.init(model(), tx, mesh=mesh)
-    expected = torchs(ya.unshard(state.params))
-    for step in range(STEPS):
-        state = state.apply_gradients(ya.normal_like(step, state.params), tx)
-    for path, got in named_leaves(ya.unshard(state.params)):
-        torch.testing.assert_close(got, expected[path].view(got.shape), rtol=0, atol=1e-5)
-
-
-# ---- by heads: blocks of a leaf
-
-BLOCKS = {"layers.q": (-2, 3), "layers.o": (1, 2), "layers.w": None}
-"""Of [6, 5], [5, 6] and [5, 7] a layer."""
+    is_torchs(mesh, model(), tx, {"layers.up": None, "layers.down": None}, 20)
 
 
 @on_ranks(1, 2)
 def test_by_heads_is_torchs_of_each_head(mesh: Any) -> None:
-    """Each block as a parameter of torch's Muon."""
     params = {"layers": ya.Stacked({"q": param(3, 6, 5), "o": param(3, 5, 6), "w": param(3, 5, 7)})}
-    tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, blocks=lambda path, p: BLOCKS[path])
-    state = ya.init(params, tx, mesh=mesh)
-    whole = ya.unshard(state.params)["layers"]
-
-    def parts(of: Any) -> list[torch.Tensor]:
-        each = [(name, row) for name in sorted(of) for row in of[name]]
-        cuts = [(row, BLOCKS[f"layers.{name}"] or (0, 1)) for name, row in each]
-        return [part.clone() for row, (dim, count) in cuts for part in row.chunk(count, dim)]
-
-    theirs = [torch.nn.Parameter(part) for part in parts(whole)]
-    muon = torch.optim.Muon(theirs, lr=LR, weight_decay=DECAY)
-    for step in range(5):
-        grads = ya.normal_like(step, state.params)
-        for own, grad in zip(theirs, parts(ya.unshard(grads)["layers"]), strict=True):
-            own.grad = grad
-        state = state.apply_gradients(grads, tx)
-        muon.step()
-    for got, wanted in zip(parts(ya.unshard(state.params)["layers"]), theirs, strict=True):
-        torch.testing.assert_close(got, wanted.detach(), rtol=0, atol=1e-5)
+    blocks: Blocks = {"layers.q": (-2, 3), "layers.o": (1, 2), "layers.w": None}
+    tx = optim.muon(LR, dtype=torch.bfloat16, weight_decay=DECAY, blocks=lambda path, p: blocks[path])
+    is_torchs(mesh, params, tx, blocks, 5)
 
 
 @pytest.mark.parametrize("blocks", [(-2, 2), (2, 1), (0, 0)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -11,15 +12,13 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.oracle import check_steps, compare, plain, whole
+from tests.harness.oracle import compare, plain
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.small import batch, batches, loss, model
-from tests.optim.trees import plain_state
+from tests.optim.trees import F64, trains_as_plain
 from yafsdp_fn import optim
 from yafsdp_fn.optim import scaling
-from yafsdp_fn.params.tree import named_leaves
 
-F64 = ya.Precision(*[torch.float64] * 3)
 STEPS = 5
 
 
@@ -60,14 +59,7 @@ TXS: dict[str, Any] = {
 
 def trained(mesh: Any, name: str, on_host: bool = False) -> None:
     plain_tx = TXS[name]
-    tx = optim.on_host(plain_tx) if on_host else plain_tx
-    state = ya.init(model(), tx, mesh=mesh, precision=F64)
-    expected = plain_state(model(), plain_tx)
-    step, oracle = ya.train_step(loss, tx), ya.train_step(loss, plain_tx)
-    state, expected = check_steps((step, state), (oracle, expected), batches(mesh, STEPS), 1e-12)
-    got, wanted = (dict(named_leaves(whole(tree))) for tree in (state.opt_state, expected.opt_state))
-    compare({path: got[path] for path in wanted}, wanted, 1e-12, "the optimizer's state")  # the rest is not chosen
-    compare(ya.global_norm(state.params), ya.global_norm(expected.params), 1e-12, "padding stays zero")
+    trains_as_plain(mesh, optim.on_host(plain_tx) if on_host else plain_tx, plain_tx, steps=STEPS)
 
 
 @pytest.mark.parametrize("world", [nightly(1), nightly(2), 3])
@@ -79,22 +71,38 @@ def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Po
 RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("injected", [False, True])
-@on_ranks(1, 2, 3)
-def test_rates_are_those_of_the_host_in_float64(mesh: Any, injected: bool) -> None:
-    """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
-    tx = optim.sgd(RATE, momentum=0.9)
-    tx = optim.contrib.inject_hyperparams(optim.sgd)(RATE, momentum=0.9) if injected else tx
-    state, step = ya.init(model(), tx, mesh=mesh, precision=F64), ya.train_step(loss, tx)
+def trains_as_momentum(mesh: Any, step_of: Callable[[int, Any], Any], rate: Callable[[int], float]) -> None:
+    """Steps are those of SGD with momentum 0.9, by hand, at the rate of each. step_of: of a number and a state"""
+    state = ya.init(model(), optim.sgd(0.1, momentum=0.9), mesh=mesh, precision=F64)
     expected = optree.tree_map(torch.Tensor.double, plain(model()))
     trace = optree.tree_map(torch.zeros_like, expected)
     for number, (mine, everything) in enumerate(batches(mesh, STEPS)):
-        state, _ = step(state, mine)
+        state, _ = step_of(number, state)(state, mine)
+        now = rate(number)
         trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, ya.grad(loss)(expected, everything))
-        rate = RATE(number)
-        expected = optree.tree_map(lambda p, t, of=rate: p - of * t, expected, trace)
-    compare(ya.unshard(state), expected, 1e-13, "parameters")
+        expected = optree.tree_map(lambda p, t, now=now: p - now * t, expected, trace)
+    compare(state, expected, 1e-13, "parameters")
+
+
+@on_ranks(1, 2, 3)
+def test_rates_are_those_of_the_host_in_float64(mesh: Any) -> None:
+    """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
+    step = ya.train_step(loss, optim.sgd(RATE, momentum=0.9))
+    trains_as_momentum(mesh, lambda number, state: step, RATE)
+
+
+BY_HAND = [0.5, 0.5, 0.01, 0.2, 0.2]
+
+
+@on_ranks(2)
+def test_a_rate_may_be_changed_by_hand(mesh: Any) -> None:
+    """Another step with another rate, on the same state and by its program, against SGD at these rates."""
+
+    def step_of(number: int, state: Any) -> Any:
+        schedule = state.program or ya.schedules.zero3()
+        return ya.train_step(loss, optim.sgd(BY_HAND[number], momentum=0.9), schedule=schedule)
+
+    trains_as_momentum(mesh, step_of, BY_HAND.__getitem__)
 
 
 # ---- what is refused, on every number of ranks alike

@@ -20,7 +20,6 @@ from tests.optim.make_optax_numbers import FILE, SHOWN, Case, digest, gradients,
 from tests.optim.trees import clone, defined_step
 from yafsdp_fn import optim
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
 NUMBERS: dict[str, Any] = json.loads(FILE.read_text())
 ELSEWHERE = {name for name in OPTAX if name.startswith("muon")}
 """Optax's Muon takes weights as [in, out] and others by a NAdam, so that it is put together of other parts here."""
@@ -49,7 +48,6 @@ def like_optax(case: Case, dtype: torch.dtype, in_place: bool) -> dict[str, Any]
     tx, params, shown = case.make(ALL), tensors(tree(0, case.shapes, case.apart)), {}
     state = tx.init(params)
     for step in range(1, SHOWN[-1] + 1):
-        case.edit(state, step)
         grads = tensors(gradients(step, case.shapes, case.apart))
         if in_place:
             state = optim.step_(tx, params, grads, state)

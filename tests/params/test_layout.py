@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import yafsdp_fn as ya
 from tests.harness.small import param
-from yafsdp_fn.params.layout import Entry, FlatLayout
+from yafsdp_fn.params.layout import FlatLayout
 from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.util.mesh_axes import ALIGN, round_up
 
@@ -40,47 +40,6 @@ def test_offsets_and_padding(found: list[tuple[int, ...]], ranks: int) -> None:
     assert layout.padded_numel(1) == round_up(layout.numel)
 
 
-def test_sixteen_bytes_in_the_narrowest_dtype() -> None:
-    flat = torch.empty(64, dtype=torch.bfloat16)
-    views = layout_of((3,), (), (5, 2)).split(flat)
-    assert [(view.data_ptr() - flat.data_ptr()) % 16 for view in views] == [0, 0, 0]
-
-
-@given(shapes, ranks_strategy)
-def test_write_then_split_gives_the_leaves_and_zeroes_the_rest(found: list[tuple[int, ...]], ranks: int) -> None:
-    layout = layout_of(*found)
-    flat = torch.full((layout.padded_numel(ranks),), 9.0)
-    leaves = [torch.arange(1.0, size + 1).view(shape) for size, shape in zip(layout.sizes, found, strict=True)]
-    for gap in layout.gaps(flat):
-        gap.zero_()
-    for view, leaf in zip(layout.split(flat), leaves, strict=True):
-        view.copy_(leaf)
-    for view, leaf in zip(layout.split(flat), leaves, strict=True):
-        assert torch.equal(view, leaf) and view.untyped_storage().data_ptr() == flat.untyped_storage().data_ptr()
-    covered = torch.zeros(flat.numel(), dtype=torch.bool)
-    for gap in layout.gaps(covered):
-        assert gap.numel() and not gap.any()
-        gap.fill_(True)
-    assert torch.equal(covered, flat == 0)  # leaves hold no zero: gaps are exactly what no leaf covers
-
-
-@given(shapes, ranks_strategy)
-def test_pieces_of_all_ranks_cover_each_element_once(found: list[tuple[int, ...]], ranks: int) -> None:
-    layout = layout_of(*found)
-    n = layout.shard_numel(ranks)
-    whole = torch.arange(layout.padded_numel(ranks))
-    seen = []
-    for rank in range(ranks):
-        for piece in layout.pieces(rank * n, (rank + 1) * n):
-            assert 0 <= piece.start < piece.stop <= n
-            for k in range(piece.stop - piece.start):
-                position = layout.offsets[piece.leaf] + piece.origin + k
-                assert position == rank * n + piece.start + k
-                seen.append(position)
-    expected = [i for view in layout.split(whole) for i in view.flatten().tolist()]
-    assert seen == expected
-
-
 # ---- trees
 
 
@@ -94,33 +53,12 @@ def groups_of(tree: Any) -> list[tuple[str, tuple[int, ...], tuple[str, ...], bo
     return [(g.name, g.units, g.layout.names, g.trainable) for _, g in tree_layout(tree)[0].groups]
 
 
-def test_unit_and_frozen_inside_a_stack_make_groups_with_layer_major_ids() -> None:
-    tree = {
-        "layers": ya.Stacked(
-            {"attn": ya.Unit({"q": param(2, 3), "k": param(2, 3)}), "mlp": param(2, 4), "base": ya.frozen(param(2, 5))}
-        ),
-        "tail": param(1),
-    }
-    assert groups_of(tree) == [
-        ("layers.attn", (0, 3), ("layers.attn.k", "layers.attn.q"), True),
-        ("layers.frozen", (1, 4), ("layers.base",), False),
-        ("layers", (2, 5), ("layers.mlp",), True),
-        ("tail", (6,), ("tail",), True),
-    ]
-
-
 def test_a_marker_below_a_container_makes_its_children_entries() -> None:
     tree = {
         "encoder": {"embed": param(3), "layers": ya.Stacked([param(2, 3)])},
         "decoder": {"a": param(1), "b": param(2)},
     }
     assert [name for name, *_ in groups_of(tree)] == ["decoder", "encoder.embed", "encoder.layers"]
-
-
-def test_frozen_around_a_stack_and_inside_out() -> None:
-    outside = groups_of({"x": ya.frozen(ya.Stacked({"w": param(2, 3)}))})
-    inside = groups_of({"x": ya.Stacked(ya.frozen({"w": param(2, 3)}))})
-    assert outside == inside == [("x", (0, 1), ("x.w",), False)]
 
 
 def test_frozen_around_a_container_moves_down_onto_its_stacks_and_units() -> None:
@@ -175,26 +113,6 @@ def test_equal_trees_have_equal_layouts_whatever_their_values() -> None:
     assert one != tree_layout({"a": ya.Stacked({"w": torch.rand(3, 3)})})[0]
     assert one != tree_layout({"a": {"w": torch.rand(2, 3)}})[0]
     assert one != tree_layout({"a": ya.frozen(ya.Stacked({"w": torch.rand(2, 3)}))})[0]
-
-
-def mixed_entry() -> Entry:
-    return tree_layout(
-        {"x": ya.Stacked({"c": param(2, 1), "a": ya.frozen(param(2, 3)), "b": ya.Unit([param(2, 2)] * 2)})}
-    )[0].entries[0]
-
-
-def test_entries_are_put_together_from_their_groups() -> None:
-    entry = mixed_entry()
-    by_group = {"x.frozen": ["a"], "x.b": ["b0", "b1"], "x": ["c"]}
-    assert entry.unflatten(by_group) == {"a": "a", "b": ["b0", "b1"], "c": "c"}
-    del by_group["x.b"]
-    assert entry.unflatten(by_group) == {"a": "a", "b": [None, None], "c": "c"}
-
-
-def test_params_of_a_group_are_per_layer() -> None:
-    entry = mixed_entry()
-    shapes = [[p.shape for p in entry.params(group)] for group in entry.groups]
-    assert shapes == [[(3,)], [(2,), (2,)], [(1,)]]
 
 
 @pytest.mark.parametrize(

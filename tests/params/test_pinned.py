@@ -5,38 +5,26 @@ Values and gradients of the problem "pinned" are compared with the plain loop in
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
-import optree
 import pytest
 import torch
-from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool, on_ranks
-from tests.harness.problems import PROBLEMS, SCHEDULES, Batch, Params, base_loss, base_params, layer
-from tests.harness.small import assert_equal, one_rank, param
+from tests.harness.oracle import batch_of
+from tests.harness.pool import on_ranks
+from tests.harness.problems import PROBLEMS, Params, base_params, layer, pinned
+from tests.harness.small import one_rank, param
 from tests.steps.test_collectives import counted
-from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree_layout import tree_layout
 
-Pools = dict[int, Pool]
 KINDS = (ya.schedules.Gather, ya.schedules.Reduce)
-WORLDS = on_ranks(1, 2, 3)
-ADAMW = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, p: len(p.shape) > 1)
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ADAMW)
+TX = ya.optim.adamw(1e-2)
 
 
-def tree(mark: Any = ya.Pinned) -> Params:
+def tree() -> Params:
     """Two pinned leaves of three layers, one of them without axes of its own, beside three others."""
-    stack = layer(3)
-    return base_params(3)._replace(layers=ya.Stacked(stack._replace(gate=mark(stack.gate), size=mark(stack.size))))
-
-
-def unmarked(leaf: Any) -> Any:
-    return leaf
+    return base_params(3)._replace(layers=ya.Stacked(pinned(layer(3), "gate", "size")))
 
 
 def groups(abstract: Any) -> list[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], bool]]:
@@ -84,15 +72,6 @@ def test_units_and_what_is_frozen_have_pinned_units_of_their_own() -> None:
         "s.a.gain",
         "s.d.z",
     ]
-
-
-def test_the_marker_is_transparent_on_plain_trees() -> None:
-    marked, plain = (ya.PlainState.create(tree(mark), TX, seed=1).params for mark in (ya.Pinned, unmarked))
-    assert isinstance(marked.layers.tree.gate, ya.Pinned)
-    assert optree.tree_leaves(ya.params.leaf_names(tree())) == optree.tree_leaves(ya.params.leaf_names(tree(unmarked)))
-    assert_equal(marked, plain)
-    assert_equal(*(ya.value_and_grad(base_loss)(params, batch_of(0)) for params in (marked, plain)))
-    assert_equal(*(ya.map_whole_layers(lambda w: w._replace(gate=2 * w.gate), p.layers) for p in (marked, plain)))
 
 
 @pytest.mark.parametrize(
@@ -143,132 +122,9 @@ def test_a_frozen_pinned_unit_is_never_reduced() -> None:
     assert gathers <= 1 and reductions == 0  # a schedule may leave what never changes in its slot from step to step
 
 
-@WORLDS
-def test_a_stack_that_is_all_pinned(mesh: Any) -> None:
-    """Nothing but pinned leaves in a stack, alone and beside another stack in the same scan; unrolled."""
-
-    def loss(params: Any, batch: Batch) -> Tensor:
-        x = batch["tokens"].float()
-        x, _ = ya.scan(lambda x, w: (torch.tanh(x * w["a"] + w["b"]), None), x, params["s"], unroll=2)
-        x, _ = ya.scan(lambda x, w: (torch.tanh(x @ w[1] + w[0]["a"]), None), x, (params["s"], params["t"]))
-        return x.square().sum()
-
-    abstract = {"s": ya.Stacked(ya.Pinned({"a": param(3, 5), "b": param(3)})), "t": ya.Stacked(param(3, 5, 5))}
-    state, oracle = ya.init(abstract, TX, mesh=mesh), ya.PlainState.create(abstract, TX)
-    assert [u.stack for u in state.memory.units] == [None, "t", "t", "t"]
-    batch = batch_of(0)
-    for schedule in ("zero3", "zero3-remat-all", "zero2"):
-        function = ya.value_and_grad(loss, schedule=SCHEDULES[schedule])
-        expected = function(oracle.params, batch)
-        for call in ("first", "second"):
-            compare(ya.unshard(function(state.params, batch)), expected, 1e-6, f"{schedule}, {call}")
-    got = torch.func.grad(loss)(state.params, batch)
-    compare(
-        ya.unshard(got), torch.func.grad(loss)(ya.params.without_markers(oracle.params), batch), 1e-6, "torch.func.grad"
-    )
-
-
 def test_a_slice_of_the_pinned_unit_is_no_output() -> None:
     state = ya.init(tree(), TX, mesh=one_rank())
     with pytest.raises(RuntimeError, match="is a view of the block's weights"):
         ya.value_and_grad(lambda p: ya.scan(lambda x, w: (w.gate, None), torch.zeros(7), p.layers)[0].sum())(
             state.params
         )
-
-
-# ---- whole trees
-
-
-@WORLDS
-def test_masks_and_map_layers(mesh: Any) -> None:
-    """Masks and map_whole_layers."""
-    marked, plain = (ya.init(tree(mark), TX, mesh=mesh, seed=1).params for mark in (ya.Pinned, unmarked))
-    seen: list[list[tuple[str, tuple[int, ...]]]] = [[], []]
-
-    def masked(params: Any, found: list[Any]) -> Any:
-        def rule(path: str, p: ya.Param) -> bool:
-            found.append((path, p.shape))
-            return path in ("layers.gate", "layers.up")
-
-        return ya.unshard(
-            optree.tree_map(torch.where, ya.params.leaf_mask(rule, params), params, ya.normal_like(0, params))
-        )
-
-    compare(masked(marked, seen[0]), masked(plain, seen[1]), 0.0, "leaf_mask and normal_like")
-    assert sorted(seen[0]) == sorted(seen[1]) and ("layers.gate", (7,)) in seen[0]
-
-    def changed(w: Any, other: Any, at: Tensor) -> Any:
-        out = w._replace(gate=w.gate * at + other.gate, size=w.size - at, up=w.up.flip(0))
-        for leaf in optree.tree_leaves((w, other)):
-            leaf.zero_()  # what comes in may be overwritten, and is neither the parameters nor another layer's
-        return w._replace(down=w.down + 1, **{name: getattr(out, name) for name in ("gate", "size", "up")})
-
-    pairs = []
-    for params in (marked, plain):
-        before, at = ya.unshard(params), torch.arange(3.0)
-        out = ya.map_whole_layers(changed, params.layers, ya.normal_like(0, params).layers, at)
-        assert isinstance(out, ya.Sharded)
-        for (_, group, _), leaf in zip(out.group_leaves(), out.leaves, strict=True):
-            rank, n = mesh.get_local_rank(), leaf.shape[-1]
-            used = torch.zeros(n, dtype=torch.bool)
-            for piece in group.layout.pieces(rank * n, (rank + 1) * n):
-                used[piece.start : piece.stop] = True
-            assert not leaf[..., ~used].any(), "gaps and padding are zero"
-        statistics = ya.map_whole_layers(lambda w: {"norm": w.gate.norm(), "size": w.size}, params.layers)
-        compare(ya.unshard(params), before, 0.0, "map_whole_layers leaves the parameters alone")
-        pairs.append((ya.unshard(out), statistics))
-    compare(pairs[0], pairs[1], 0.0, "map_whole_layers")
-
-    # gradients of frozen leaves, and moments, which have none
-    frozen = {"s": ya.Stacked({"w": param(3, 5), "gain": ya.frozen(ya.Pinned(param(3, 7)))})}
-    state = ya.init(frozen, TX, mesh=mesh)
-    grads = ya.grad(
-        lambda p: ya.scan(lambda x, w: (x + (w["w"] * w["gain"][0]).sum(), None), torch.zeros(()), p["s"])[0]
-    )
-    sums = ya.map_whole_layers(lambda g: (g["w"].abs().sum(), g["gain"].abs().sum()), grads(state.params)["s"])
-    assert sums[0].gt(0).all() and sums[1].eq(0).all()
-    assert ya.map_whole_layers(lambda w: w, trainable(state.params)["s"]).leaves[0].shape[0] == 3
-
-
-# ---- checkpoints
-
-
-def stepped(state: Any, steps: int) -> Any:
-    """Steps with gradients that are the same at every world size."""
-    for _ in range(steps):
-        state = state.apply_gradients(ya.normal_like(state.step, state.params), ADAMW)
-    return state
-
-
-def saved(mesh: Any, directory: str) -> list[Tensor]:
-    state = stepped(ya.init(tree(), ADAMW, mesh=mesh, seed=4), 2)
-    ya.checkpoint.save(directory, state)
-    return whole(stepped(state, 1))
-
-
-def resumed(mesh: Any, directory: str) -> list[Tensor]:
-    state, _ = ya.checkpoint.load(directory, ya.init(tree(), ADAMW, mesh=mesh, seed=99))
-    return whole(stepped(state, 1))
-
-
-def whole(state: Any) -> list[Tensor]:
-    return [leaf.clone() for leaf in optree.tree_leaves([ya.unshard(state.params), ya.unshard(state.opt_state)])]
-
-
-def without_marks(mesh: Any, directory: str) -> list[Tensor]:
-    """Into layers without pinned leaves, and from there once more."""
-    state, _ = ya.checkpoint.load(directory, ya.init(tree(unmarked), ADAMW, mesh=mesh, seed=99))
-    ya.checkpoint.save(f"{directory}/unmarked", state)
-    return [*whole(stepped(state, 1)), *resumed(mesh, f"{directory}/unmarked")]
-
-
-@pytest.mark.parametrize("writers", [1, 2])
-def test_a_checkpoint_resumes_at_any_world_size(pools: Pools, tmp_path: Path, writers: int) -> None:
-    expected = pools[writers].run(saved, str(tmp_path))[0]
-    for readers in (1, 2, 3):
-        for found in pools[readers].run(resumed, str(tmp_path)):
-            assert len(found) == len(expected)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (writers, readers)
-    for found in pools[2].run(without_marks, str(tmp_path)):
-        assert len(found) == 2 * len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, [*expected, *expected], strict=True)), writers

@@ -78,18 +78,6 @@ def asked(tree: Any) -> tuple[list[tuple[str, tuple[int, ...]]], Any]:
     return sorted(seen), mask
 
 
-def test_rules_see_the_same_logical_leaves_on_sharded_and_plain_trees() -> None:
-    state, plain = ya.init(model(), TX, mesh=one_rank()), ya.PlainState.create(model(), TX)
-    sharded_seen, mask = asked(state.params)
-    plain_seen, plain_mask = asked(plain.params)
-    assert sharded_seen == plain_seen
-    assert ("layers.up", (7, 5)) in plain_seen and ("head.norm", (5,)) in plain_seen  # per layer
-    assert optree.tree_structure(mask) == optree.tree_structure(state.params)
-    assert optree.tree_structure(plain_mask) == optree.tree_structure(plain.params)
-    assert all(leaf.dtype == torch.bool and leaf.ndim == 0 for leaf in optree.tree_leaves(plain_mask))
-    assert ya.params.without_markers(plain_mask).layers == {"up": True, "bias": False, "down": True}
-
-
 def test_a_mask_covers_exactly_the_leaves_that_pass() -> None:
     state = ya.init(model(), TX, mesh=one_rank())
     mask = asked(state.params)[1]

@@ -6,31 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
+from tests.harness.small import batch, loss, model
 from yafsdp_fn.runtime.reductions import as_mean, combine
-
-numbers = st.floats(-100, 100, width=32)
-
-
-@given(st.lists(st.tuples(numbers, st.integers(1, 9)), min_size=1, max_size=6))
-def test_a_mean_is_the_sum_of_totals_over_the_sum_of_weights(parts: list[tuple[float, int]]) -> None:
-    got = combine([ya.Mean(torch.tensor(total), torch.tensor(weight)) for total, weight in parts], None)
-    want = sum(torch.tensor(total, dtype=torch.float64) for total, _ in parts) / sum(weight for _, weight in parts)
-    assert got.dtype == torch.float32 and torch.equal(got, torch.as_tensor(want).float())
-
-
-@given(st.lists(st.lists(numbers, min_size=3, max_size=3), min_size=1, max_size=5))
-def test_sums_and_maxima_are_elementwise(rows: list[list[float]]) -> None:
-    parts = [{"s": ya.Sum(torch.tensor(row)), "m": [ya.Max(torch.tensor(row))]} for row in rows]
-    got = combine(parts, None)
-    whole = torch.tensor(rows)
-    assert torch.equal(got["m"][0], whole.amax(0))
-    assert torch.equal(got["s"], whole.double().sum(0).float())
 
 
 def test_dtypes() -> None:
@@ -124,13 +105,28 @@ def test_numbers_are_reduced_as_the_tensors_that_they_are(mesh: Any, stages: int
 
 def test_what_is_no_number_is_refused_in_a_reduction() -> None:
     step = ya.value_and_grad(lambda x: (x, ya.Sum("text")), has_aux=True)
-    with pytest.raises(TypeError, match=r"aux: expected a tensor or a number in ya\.Sum, got str"):
+    with pytest.raises(TypeError, match=r"aux: expected a real tensor or number in ya\.Sum, got str"):
         step(torch.ones(()))
 
 
 def test_parts_of_different_structure_are_refused() -> None:
     with pytest.raises(ValueError, match="microbatches returned trees of different structure"):
         combine([{"a": torch.ones(())}, {"b": torch.ones(())}], None)
+
+
+@on_ranks(1, 2)
+def test_aux_of_other_shapes_in_a_microbatch_is_named(mesh: Any) -> None:
+    def fun(params: Any, batch: Any) -> Any:
+        mean = loss(params, batch)
+        return mean, {"some": ya.Sum(torch.ones(2 + int(batch["number"][0])))}
+
+    rows = batch() | {"number": torch.arange(4)}
+    state = ya.init(model(), None, mesh=mesh)
+    said = (
+        r"aux: microbatches returned the shapes \{'some': Sum\(value=\(2,\)\)\} and \{'some': Sum\(value=\(4,\)\)\}; "
+    )
+    with pytest.raises(ValueError, match=said):
+        ya.eval_step(fun, microbatches=2, has_aux=True)(state, rows)
 
 
 # ---- what a loss may be

@@ -55,37 +55,6 @@ OTHERS: dict[str, tuple[LossFn, str]] = {
 }
 
 
-@pytest.mark.sampled
-@on_ranks(1, 2)
-@pytest.mark.parametrize("which", OTHERS)
-def test_other_visits_in_a_later_step(mesh: Any, which: str) -> None:
-    other, text = OTHERS[which]
-    rank = mesh.get_local_rank()
-    usual = True
-
-    def total(tree: Any, data: Any) -> Any:
-        return (loss if usual else other)(tree, data)
-
-    step, oracle = ya.train_step(total, TX), ya.train_step(loss, TX)
-    now, _ = step(state(mesh), batch(rank))
-    expected, _ = oracle(state(mesh), batch(rank))
-    for _ in range(2):
-        usual = False
-        with pytest.raises(ya.errors.OrderChanged, match=text + ADVICE):
-            step(now, batch(rank))
-        usual = True
-        now, _ = step(now, batch(rank))
-        expected, _ = oracle(expected, batch(rank))
-        assert same(bits(now), bits(expected))
-    evaluate = ya.eval_step(total)
-    evaluate(now, batch(rank))
-    usual = False
-    assert "OrderChanged" in outcome(lambda: evaluate(now, batch(rank)))
-    step = ya.train_step(total, TX)  # as the error says: a step of its own for another order
-    for _ in range(2):
-        now, _ = step(now, batch(rank))
-
-
 MICROBATCHES = {
     "fewer": (headless, r"backward of layers\[2\] \(visit 3, microbatch 1, .* expects forward head"),
     "more": (longer, r"forward of head \(visit 5, microbatch 1, .* expects backward head"),
@@ -93,35 +62,42 @@ MICROBATCHES = {
 }
 
 
+CASES = {1: OTHERS, 2: MICROBATCHES}
+
+
 @pytest.mark.sampled
 @on_ranks(1, 2)
-@pytest.mark.parametrize("which", MICROBATCHES)
-def test_microbatches_that_differ(mesh: Any, which: str) -> None:
-    """The second microbatch visits other units, in the first step and in later ones."""
-    other, text = MICROBATCHES[which]
-    rank, usual = mesh.get_local_rank(), False
+@pytest.mark.parametrize(("parts", "which"), [(parts, which) for parts, others in CASES.items() for which in others])
+def test_other_visits_are_refused(mesh: Any, parts: int, which: str) -> None:
+    """In a later step and in an evaluation; of the second of two microbatches, in the first step, too."""
+    other, text = CASES[parts][which]
+    usual, now, expected = False, state(mesh), state(mesh)
+    data = batch(mesh.get_local_rank()) | {"other": torch.tensor([parts == 1, parts == 1, True, True])}
 
     def total(tree: Any, data: Any) -> Any:
-        return (loss if usual or not data["second"][0] else other)(tree, data)
+        return (loss if usual or not data["other"][0] else other)(tree, data)
 
-    data = batch(rank) | {"second": torch.tensor([False, False, True, True])}
-
-    now, step = state(mesh), ya.train_step(total, TX, microbatches=2)
-    oracle = ya.train_step(loss, TX, microbatches=2)
-    before = bits(now)
-    for _ in range(2):
+    def refused() -> None:
         with pytest.raises(ya.errors.OrderChanged, match=text + ADVICE):
             step(now, data)
-    assert same(bits(now), before)
-    usual, expected = True, state(mesh)
-    for _ in range(2):
+
+    step, oracle = (ya.train_step(of, TX, microbatches=parts) for of in (total, loss))
+    if parts == 2:
+        refused()
+        refused()
+        assert same(bits(now), bits(expected))
+    for _ in range(3):
+        usual = True
         now, _ = step(now, data)
         expected, _ = oracle(expected, data)
         assert same(bits(now), bits(expected))
-    usual = False
-    with pytest.raises(ya.errors.OrderChanged, match="microbatch 1" + ADVICE):
-        step(now, data)
+        usual = False
+        refused()
+    evaluate = ya.eval_step(total, microbatches=parts)
     usual = True
-    now, _ = step(now, data)
-    expected, _ = oracle(expected, data)
-    assert same(bits(now), bits(expected))
+    evaluate(now, data)
+    usual = False
+    assert "OrderChanged" in outcome(lambda: evaluate(now, data))
+    step = ya.train_step(total, TX)  # as the error says: a step of its own for another order
+    for _ in range(2):
+        now, _ = step(now, data)

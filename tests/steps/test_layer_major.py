@@ -10,12 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 import optree
-import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, looped, plain
 from tests.harness.pool import on_ranks
 from tests.harness.problems import (
@@ -84,27 +82,6 @@ def test_collectives_are_those_of_one_microbatch(mesh: Any) -> None:
 
 
 # ---- gradients
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world", "dtype"), [(1, torch.float32), nightly(1, torch.float64), nightly(2, torch.float64), (3, torch.float64)]
-)
-def test_gradients_are_those_of_depth_order(mesh: Any, dtype: torch.dtype) -> None:
-    """Value and gradients, three times, for the bits."""
-    precision = ya.Precision(dtype)
-    state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
-    batch = batch_of(mesh.get_local_rank(), rows=ROWS)
-    assert len({int((part != -1).sum()) for part in batch["targets"].split(ROWS // N)}) > 1  # weights are uneven
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-12
-    expected = ya.value_and_grad(base_loss, microbatches=N)(state.params, batch)
-    for schedule in ("zero3", "zero3-remat-every", "zero2-remat-all"):
-        function = ya.value_and_grad(CHUNKED, schedule=SCHEDULES[schedule])
-        results = [function(state.params, batch) for _ in range(3)]
-        for (value, grads), call in zip(results, ("first", "second", "third"), strict=True):
-            what = f"{schedule}, {call}"
-            compare((value, grads), (expected[0], expected[1]), tolerance, what)
-            compare(optree.tree_leaves(grads), optree.tree_leaves(results[0][1]), 0.0, f"{what}: bits")
 
 
 @on_ranks(1, 2)

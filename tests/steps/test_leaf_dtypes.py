@@ -17,22 +17,25 @@ from tests.harness.formats import (
     F64,
     LAYERS,
     TX,
+    Plain,
+    across_stages,
     alike,
+    gradients_and_steps,
     loss_of,
     normal,
-    on_two_stages,
     planned_program,
     schedules_for,
     sent,
     split_loss,
+    two_steps_are_plain,
     two_steps_of_micro_shards,
+    whole_in_double,
 )
 from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd, compare, looped
+from tests.harness.oracle import batch_of, by_autograd, compare
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import Batch, E, V, masked_loss
-from yafsdp_fn.params.tree_layout import tree_layout
 
 BF16, F32 = torch.bfloat16, torch.float32
 X = 4
@@ -87,73 +90,29 @@ def head(w: dict[str, Tensor], table: Tensor, x: Tensor, targets: Tensor) -> ya.
 loss = loss_of(embed, block, head)
 
 
-def casts(abstract: Any, compute: torch.dtype = BF16) -> Any:
-    """What a leaf is converted to: its own dtype, or that of all."""
-    bare = ya.params.without_markers(abstract)
-    return optree.tree_map(lambda leaf: leaf.compute or compute, bare)
-
-
-def cast_loss(abstract: Any, compute: torch.dtype = BF16) -> Callable[[Any, Batch], ya.Mean]:
-    dtypes = casts(abstract, compute)
-    return lambda params, batch: loss(optree.tree_map(Tensor.to, params, dtypes), batch)
-
-
-def frozen_names(abstract: Any) -> set[str]:
-    groups = [group for _, group in tree_layout(abstract)[0].groups if not group.trainable]
-    return {name for group in groups for name in group.layout.names}
-
-
 STEPS = ("zero2", "zero3, recomputed", "hpz")
 """The schedules that take three steps, as well."""
 
 NAMES = ("zero1", "zero2", "zero3, recomputed", "zero3, far", "fsdp2")
 
 
+def plain_of(abstract: Any) -> Plain:
+    return Plain(abstract, loss, BF16)
+
+
 def begun(mesh: Any, abstract: Any, tx: Any = TX) -> tuple[ya.ShardedState, Any, list[Batch]]:
     """A state, its whole parameters, and the batches of all ranks."""
     state = ya.init(abstract, tx, mesh=mesh, precision=HALF)
-    params = optree.tree_map(Tensor.double, ya.unshard(state))
-    return state, params, [batch_of(rank) for rank in range(mesh.size())]
+    return state, whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
 
 
 def exact(_: Any, name: str, kind: str, parts: int, schedule: str) -> None:
     """One rank's part: gradients and three steps."""
     mesh = made(name)
-    abstract = tree(kind)
-    cast, frozen = cast_loss(abstract), frozen_names(abstract)
     tolerance = 1e-6 if kind == "tied" else 1e-12  # two uses: added up in float64 in a slot, by autograd in float32
-    build = schedules_for(mesh)[schedule]
-    what = f"{name}, {kind}, {parts} microbatches, {schedule}"
-    state, params, batches = begun(mesh, abstract)
-    value, grads = looped(cast, params, batches, parts=parts)
-    got, found = ya.value_and_grad(loss, schedule=build, microbatches=parts)(state.params, batches[mesh.get_rank()])
-    compare(got.float(), value, 1e-6, f"{what}: value")
-    trained(found, grads, frozen, tolerance, f"{what}: gradients")
-    if schedule not in STEPS:
-        return
-    step = ya.train_step(loss, TX, schedule=build, microbatches=parts)
-    oracle = ya.PlainState.create(without(params, frozen), TX)
-    for number in range(3):
-        now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
-        whole = {**flat(params), **flat(oracle.params)}
-        _, grads = looped(cast, optree.tree_unflatten(optree.tree_structure(params), whole.values()), now, parts=parts)
-        oracle = oracle.apply_gradients(without(grads, frozen), TX)
-        state, _ = step(state, now[mesh.get_rank()])
-    compare(without(ya.unshard(state), frozen), oracle.params, 10 * tolerance, f"{what}: three steps")
-
-
-def flat(params: Any) -> dict[str, Tensor]:
-    bare = ya.params.without_markers(params)
-    return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
-
-
-def without(params: Any, names: set[str]) -> dict[str, Tensor]:
-    return {path: leaf for path, leaf in flat(params).items() if path not in names}
-
-
-def trained(got: Any, expected: Any, frozen: set[str], tolerance: float, what: str) -> None:
-    found, wanted = without(ya.unshard(got), frozen), without(expected, frozen)
-    compare(found, wanted, tolerance, what)
+    one = {schedule: schedules_for(mesh)[schedule]}
+    how: Any = {"precision": HALF, "steps": STEPS}
+    gradients_and_steps(mesh, plain_of(tree(kind)), one, parts, tolerance, f"{name}, {kind}", **how)
 
 
 @pytest.mark.sampled
@@ -175,7 +134,7 @@ def test_bits_at_one_rank(mesh: Any) -> None:
         state = ya.init(abstract, TX, mesh=mesh, precision=precision)
         params = ya.unshard(state)
         with by_autograd():
-            expected = ya.value_and_grad(cast_loss(abstract))(params, batch_of(0))
+            expected = plain_of(abstract).value_and_grad(params, [batch_of(0)])
             for schedule in schedules_for(mesh).values():
                 value, grads = ya.value_and_grad(loss, schedule=schedule)(state.params, batch_of(0))
                 compare((value, ya.unshard(grads)), expected, 0.0 if precision.reduce == F32 else 1e-2, "bits")
@@ -212,7 +171,7 @@ def test_what_travels_is_what_the_program_says(mesh: Any) -> None:
 def test_derivatives_by_torch(mesh: Any) -> None:
     abstract = tree()
     state, params, batches = begun(mesh, abstract)
-    _, grads = looped(cast_loss(abstract), params, batches)
+    _, grads = plain_of(abstract).value_and_grad(params, batches)
     weight = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
 
     def total(params: Any) -> Tensor:
@@ -240,32 +199,14 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: 
 @pytest.mark.parametrize("kind", ["marked", "tied"])
 @on_ranks(2, nightly(4))
 def test_across_stages(_: Any, kind: str) -> None:
-    abstract = tree(kind, reduce=F64)
-    state, batches, mine = on_two_stages(loss, abstract, TX, HALF)
-    params = optree.tree_map(Tensor.double, ya.unshard(state))
-    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
-        schedule = order(ya.schedules.zero3())
-        _, grads = looped(cast_loss(abstract), params, batches, parts=3)
-        _, found = ya.value_and_grad(loss, schedule=schedule, microbatches=3)(state.params, mine)
-        trained(found, grads, frozen_names(abstract), 1e-6 if kind == "tied" else 1e-12, f"{kind}, {schedule}")
-    step = ya.train_step(loss, TX, schedule=ya.schedules.one_f_one_b(ya.schedules.zero2()), microbatches=3)
-    oracle = ya.PlainState.create(without(params, frozen_names(abstract)), TX)
-    oracle = oracle.apply_gradients(without(grads, frozen_names(abstract)), TX)
-    state, _ = step(state, mine)
-    compare(without(ya.unshard(state), frozen_names(abstract)), oracle.params, 1e-5, kind)
+    plain = plain_of(tree(kind, reduce=F64))
+    across_stages(plain, ya.schedules.zero2(), 1e-6 if kind == "tied" else 1e-12, HALF)
 
 
 @on_ranks(1, 2, 3)
 def test_whole_leaves_go_to_their_owners(mesh: Any) -> None:
     """Muon lends matrices of both kinds to their owners."""
-    tx = ya.optim.muon(0.02, dtype=F64)
-    abstract = tree()
-    state, params, batches = begun(mesh, abstract, tx)
-    _, grads = looped(cast_loss(abstract), params, batches)
-    marked = {**params, "layers": ya.Stacked(params["layers"])}
-    oracle = ya.PlainState.create(marked, tx).apply_gradients({**grads, "layers": ya.Stacked(grads["layers"])}, tx)
-    state, _ = ya.train_step(loss, tx)(state, batches[mesh.get_rank()])
-    compare(state, oracle.params, 1e-10, "muon")
+    two_steps_are_plain(mesh, plain_of(tree()), ya.optim.muon(0.02, dtype=F64), HALF)
 
 
 @on_ranks(1, 2)
@@ -277,12 +218,13 @@ def test_adapters(mesh: Any) -> None:
     state, params, batches = begun(mesh, abstract)
     stored = {g.name: leaf.dtype for _, g, leaf in state.params["layers"].group_leaves()}
     assert stored["layers.frozen(float32)"] == F32 and stored["layers.frozen"] == BF16
+    plain = plain_of(abstract)
     for _ in range(2):
-        _, grads = looped(cast_loss(abstract), params, batches)
+        _, grads = plain.value_and_grad(params, batches)
         _, found = ya.value_and_grad(loss)(state.params, batches[mesh.get_rank()])
-        trained(found, grads, frozen_names(abstract), 1e-12, "adapters")
+        compare(plain.trained(found), plain.trained(grads), 1e-12, "adapters")
         state, _ = ya.train_step(loss, TX)(state, batches[mesh.get_rank()])
-        params = optree.tree_map(Tensor.double, ya.unshard(state))
+        params = whole_in_double(state)
 
 
 @on_ranks(2, 4)
@@ -299,11 +241,8 @@ def test_over_tensor(_: Any) -> None:
 
     mesh = ya.mesh(device="cpu", tensor=2)
     state = ya.init(abstract, TX, mesh=mesh, precision=ya.Precision(F64))
-    params = optree.tree_map(Tensor.double, ya.unshard(state))
     batch = batch_of(0, rows=4)
-    dtypes = casts(abstract, F64)
-    plain = ya.value_and_grad(lambda params, batch: split_loss(optree.tree_map(Tensor.to, params, dtypes), batch))
-    expected = plain(params, batch)
+    expected = Plain(abstract, split_loss).value_and_grad(whole_in_double(state), [batch])
     mine = ya.shard_batch(batch, mesh)
     for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
         value, grads = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)

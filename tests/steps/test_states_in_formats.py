@@ -232,7 +232,7 @@ def test_beside_other_optimizers(mesh: Any) -> None:
         o.chain(o.in_format(o.trace(0.9), ROOTS), o.clip_by_global_norm(0.5), o.scale(-0.1)),
         o.in_format(o.lion(1e-3, mu_dtype=torch.bfloat16), ROOTS),
     ):
-        two_steps_are_plain(mesh, Wire(), tx)
+        two_steps_are_plain(mesh, Plain(tree(Wire())), tx)
 
 
 # ---- memory

@@ -72,6 +72,16 @@ def test_strided_shards_are_gathered(mesh: Any) -> None:
     compare(ya.unshard(strided), ya.unshard(params), 0.0, "strided")
 
 
+GATES = ("layers.gate", "layers.main.gate", "layers.side.gate", "more.gate", "more.main.gate")
+"""Some of which are pinned."""
+
+
+def chosen(params: Any, values: Any) -> Any:
+    """Of `values` those of matrices and gates."""
+    mask = ya.params.leaf_mask(lambda path, p: len(p.shape) > 1 or path in GATES, params)
+    return optree.tree_map(lambda here, x: torch.where(here, x, 0.0), mask, values)
+
+
 def numbers(mesh: Any, name: str) -> None:
     abstract, ranks = PROBLEMS[name].params(3), mesh.size()
     state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
@@ -79,6 +89,7 @@ def numbers(mesh: Any, name: str) -> None:
     plain_a, plain_b = (whole(ya.normal_like(seed, marked)) for seed in (1, 2))
     compare(a, plain_a, 0.0, f"{name}: normal_like")
     assert all(relative(x, y) > 0.5 for x, y in zip(*map(optree.tree_leaves, (plain_a, plain_b)), strict=True))
+    compare(chosen(state.params, a), chosen(marked, ya.normal_like(1, marked)), 0.0, f"{name}: leaf_mask")
     tolerance = 1e-6
     compare(ya.global_norm(a), ya.global_norm(plain_a), tolerance, f"{name}: global_norm")
     norm = torch.cat([leaf.flatten() for leaf in optree.tree_leaves(plain_a)]).double().norm()
@@ -161,15 +172,38 @@ def test_map_layers(mesh: Any) -> None:
             compare(value, ya.value_and_grad(base_loss)(plain_params, global_batch(ranks))[0], 1e-6, "the moved stack")
 
 
+def changed(layer: Any, gradient: Any, at: Tensor) -> Any:
+    """Rows change places; every layer and leaf changes in its own way."""
+    assert not torch.is_grad_enabled()
+    return optree.tree_map(lambda w, g: w.flip(0) - at * g if w.ndim else w - at, layer, gradient)
+
+
+def spoiling(*layers: Any) -> Any:
+    """The same, and what comes in is overwritten, which is neither the parameters nor another layer's."""
+    out = changed(*layers)
+    for leaf in optree.tree_leaves(layers[:2]):
+        leaf.zero_()
+    return out
+
+
 def several_units(mesh: Any) -> None:
-    """Layers of two units, and of a frozen and a trained one, with moments that know the trained ones only."""
-    for name, of in (("units", "layers"), ("frozen", "more"), ("frozen", "layers")):
+    """Layers of two units, of a frozen and a trained one, and of pinned leaves, beside their gradients."""
+    for name, of in (
+        ("units", "layers"),
+        ("frozen", "more"),
+        ("frozen", "layers"),
+        ("pinned", "layers"),
+        ("pinned", "more"),
+    ):
         problem = PROBLEMS[name]
         state, marked = ya.init(problem.params(3), TX, mesh=mesh), whole(plain(problem.params(3)))
-        stack, rows = getattr(state.params, of), getattr(marked, of)
-        kept = ya.map_whole_layers(lambda layer: layer, stack)
-        assert all(torch.equal(a, b) for a, b in zip(kept.leaves, stack.leaves, strict=True))
-        compare(kept, rows, 0.0, f"{name}.{of}: identity")
+        grads = ya.grad(problem.loss)(state.params, batch_of(mesh.get_rank()))
+        stack, gradient, rows = (getattr(tree, of) for tree in (state.params, grads, marked))
+        at = torch.arange(float(stack.entry.length))
+        found = ya.map_whole_layers(spoiling, stack, gradient, at)
+        compare(found, ya.map_whole_layers(changed, rows, ya.unshard(gradient), at), 0.0, f"{name}.{of}: changed")
+        compare(ya.global_norm(found), ya.global_norm(ya.unshard(found)), 1e-6, f"{name}.{of}: gaps are zero")
+        compare(stack, rows, 0.0, f"{name}.{of}: parameters are left alone")
         compare(ya.map_whole_layers(sum_of, stack), ya.map_whole_layers(sum_of, rows), 1e-6, f"{name}.{of}: sums")
 
 

@@ -91,8 +91,8 @@ def shard(
 
     params: a tree of tensors or `Lazy` leaves; or a state, or all of its params, which are resharded: mesh, seed and
         precision default to the old state's. A state keeps its step, and of its optimizer's state each part that `tx`
-        has, too, wherever in its chain: clipping and schedules may come and go, and `inject_hyperparams` be put around
-        it. Parts of one kind are told apart by their order
+        has, too, wherever in its chain: clipping and schedules may come and go. Parts of one kind are told apart by
+        their order
     tx: None for a state that is only evaluated, such as a teacher
     like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
@@ -383,8 +383,8 @@ def _is_around(entry: optree.PyTreeEntry) -> bool:
 
 
 def _copy(before: Any, node: Any) -> None:
-    """Copies what an optimizer state had in this place, if it is alike. Between formats, or blocks of other leaves, it
-    is decoded and encoded again."""
+    """Copies one node of an optimizer's state into the new state's node, if the two hold the same. Between formats, or
+    blocks of other leaves, it is decoded and encoded again."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         forms = _forms(node)
         if _forms(before) != forms:

@@ -29,7 +29,7 @@ from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.plain_state import run_plain
 from yafsdp_fn.runtime.programs import Programs, Verified
-from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
+from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.state import StepUpdates
@@ -68,10 +68,7 @@ class FunctionRun(NamedTuple):
 
 
 class StepFunction:
-    """A function to differentiate or evaluate, with its schedule and its programs.
-
-    track: it is differentiated; graphs: visits are replayed as CUDA graphs
-    """
+    """A function to differentiate or evaluate, with its schedule and its programs. track: it is differentiated"""
 
     def __init__(
         self,
@@ -81,7 +78,6 @@ class StepFunction:
         microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
-        graphs: bool = False,
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
         if hasattr(fun, "_torchdynamo_orig_callable"):
@@ -90,9 +86,8 @@ class StepFunction:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
-        self.schedule, self._tx, self._graphs = schedule, tx, graphs
+        self.schedule, self._tx = schedule, tx
         self.programs = Programs(schedule, tx, trains=track)
-        self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
@@ -109,18 +104,9 @@ class StepFunction:
         """Runs the function, and the optimizer with it."""
         context = copy_context()  # ends the counter of visits, wherever an interrupt comes
         if memory is None:
-            if self._graphs:
-                raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return FunctionRun(context.run(run_plain, arguments, seed, self.has_aux, self.track))
-        # what this mesh cannot do
-        comms = memory.comms
-        if self._graphs and comms.axes:
-            raise NotImplementedError(
-                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): NCCL wants a collective "
-                "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
-                "graphs out"
-            )
         # around the first run, what ranks must have alike is compared
+        comms = memory.comms
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
             if self._tx is not None and not comms.alone:
@@ -159,11 +145,6 @@ class StepFunction:
             comms.check()
             # the program
             verified = self._known_program(arguments, memory, shards, seed)
-            if self._graphs and not verified.recomputes:
-                raise ValueError(
-                    "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
-                    "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
-                )
             # its session
             observe = OBSERVE.get()
             observer = None if observe is None else observe(comms.device.type == "cuda")
@@ -177,7 +158,6 @@ class StepFunction:
                     differentiates=track,
                     observer=observer,
                     updates=updates,
-                    replays=self._replays_on(comms.device),
                     activations=_activation_buffers,
                 )
             # the step
@@ -230,13 +210,6 @@ class StepFunction:
         recording.close()
         verified.collectives = collectives
         return verified
-
-    def _replays_on(self, device: torch.device) -> Replays | None:
-        if self._graphs and self._replays is None:
-            from yafsdp_fn.extras.cuda_graphs import CudaCapture, Graphs
-
-            self._replays = Graphs(CudaCapture(device))
-        return self._replays
 
 
 # ---- Around a session or a recording: the watchdog, collectives inside blocks, errors.

@@ -25,6 +25,7 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import StepLoss, returned
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.randomness import (
     LOSS,
     States,
@@ -228,24 +229,8 @@ class BlockCall(TensorCall):
     @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
-        code, *others = self.code
-        return code, self._spec, tuple(map(repr, others))
-
-    @property
-    def code(self) -> tuple[Any, ...]:
-        """The block and its arguments, without tensors and weights."""
         others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
-        return self._code, *others
-
-    @property
-    def form(self) -> Hashable:
-        """A key of how tensors and weights are passed to the block, and of its autocast."""
-        rows = [
-            (self.units.index(unit), row.handle.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
-            for row in self.rows
-            for unit, g in zip(row.units, row.rows.groups, strict=True)
-        ]
-        return self._spec, tuple(rows), self.autocast
+        return self._code, self._spec, tuple(map(repr, others))
 
     # ---- its path
 
@@ -292,7 +277,10 @@ class VisitRunner:
     position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     running: the visit under way, while there is one
+    watch: this call looks for what would be wrong in silence
     """
+
+    watch: bool = False
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
         self.memory, self.number, self.differentiates = memory, number, differentiates
@@ -331,10 +319,10 @@ class VisitRunner:
         comms, track = self.memory.comms, self.differentiates
         counter = loss.seed.counter(comms, microbatch)
         masters = self.memory.masters()
-        before = [master._version for master in masters]
+        before = content(masters, self.watch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             called = returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
-        if [master._version for master in masters] != before:
+        if content(masters, self.watch) != before:
             raise errors.leaf_written()
         return called
 

@@ -41,7 +41,7 @@ from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import foreign, leaves_behind, of_other_calls
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
-from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
+from yafsdp_fn.runtime.protocols import StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
 from yafsdp_fn.runtime.recording import foreign_collectives_refused
 from yafsdp_fn.runtime.reductions import Mean
@@ -72,9 +72,8 @@ class Session(VisitRunner):
     watch: look for tensors that reach blocks from outside, and for blocks that return other values when they run again:
         in steps 0, 1, 2, 4, 8 and so on, since a loss may change as it goes on
 
-    Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
-        visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
-        number of the set
+    Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; activations: makes
+        the content of the carry slots of a slot set, from the memory and the number of the set
     """
 
     def __init__(
@@ -87,16 +86,13 @@ class Session(VisitRunner):
         differentiates: bool,
         observer: StepObserver | None,
         updates: StepUpdates | None,
-        replays: Replays | None,
         activations: Callable[[StateMemory, object], Any],
     ) -> None:
         memory.ready()
         super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
         self.verified, self.grads, self.observer, self.updates = verified, grads, observer, updates
         runs = verified.runs
-        self.watch = differentiates and runs & (runs - 1) == 0 and (runs == 0 or replays is None)
-        # blocks are watched in Python, which a replay does not run
-        self.replays = None if self.watch else replays
+        self.watch = differentiates and runs & (runs - 1) == 0
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         # the program, and how far it is
@@ -377,17 +373,20 @@ class Session(VisitRunner):
         return results
 
     def loss_root(self, mean: Mean) -> BackwardRoot:
-        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss. In a step that
-        looks it raises for a loss that depends on what gets no gradient: parameters of modules, visits of earlier
-        calls."""
+        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss."""
         if not mean.total.requires_grad:
             raise ValueError(INDEPENDENT)
         if self.watch:
-            if of_modules := foreign(leaves_behind([mean.total])):
-                raise errors.parameter_of_a_module(of_modules[0])
-            if others := of_other_calls(mean.total, self):
-                raise errors.of_an_earlier_call(others[0])
+            self.check_origin([mean.total])
         return get_gradient_edge(mean.total), torch.ones_like(mean.total)
+
+    def check_origin(self, tensors: Sequence[Tensor]) -> None:
+        """Raises for tensors of a loss that depend on what gets no gradient: parameters of modules, visits of earlier
+        calls."""
+        if of_modules := foreign([*tensors, *leaves_behind(tensors)]):
+            raise errors.parameter_of_a_module(of_modules[0])
+        if others := of_other_calls(tensors, self):
+            raise errors.of_an_earlier_call(others[0])
 
     def token_root(self) -> BackwardRoot:
         """Returns the root that the last token is: visits that the loss does not use get their backward in its

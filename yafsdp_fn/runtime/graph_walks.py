@@ -133,10 +133,10 @@ def foreign(leaves: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or hasattr(leaf, OF_VISIT)]
 
 
-def of_other_calls(total: Tensor, session: object) -> list[str]:
-    """Returns the names of the visits that `total` depends on and that are not of `session`: of an earlier step."""
+def of_other_calls(roots: Iterable[Tensor], session: object) -> list[str]:
+    """Returns the names of the visits that `roots` depend on and that are not of `session`: of an earlier step."""
     found: list[str] = []
-    for node in _nodes([total]):
+    for node in _nodes(roots):
         running = getattr(node, "running", None) or getattr(node, "closes", None)
         if running is not None and running.session is not session:
             found.append(running.visit.name)

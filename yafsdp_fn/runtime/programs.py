@@ -13,7 +13,7 @@ from typing import Any
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.program.ops import Exchange, Forward, Gather
+from yafsdp_fn.program.ops import Exchange, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
@@ -49,8 +49,6 @@ class Verified:
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.runs = 0
         self.collectives: dict[Any, Any] = {}
-        every = itertools.chain(*all_stages.stages)
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in every)
 
     def list(self, collectives: Any) -> None:
         """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""

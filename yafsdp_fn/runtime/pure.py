@@ -20,7 +20,7 @@ from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.visit import refuse_views
-from yafsdp_fn.util.bits import sum_of_bits
+from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 
@@ -134,7 +134,8 @@ def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _writes_counted(leaves: Sequence[Tensor], run: AutogradRun) -> Iterator[None]:
-    """Makes writes to the destinations of `leaves` count in `run`: none where a hook is to see a gradient."""
+    """Lets `run` write gradients to the destinations of `leaves`. If a leaf has a hook, which must see its gradient, it
+    writes none."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
     hooked = any(leaf._backward_hooks for leaf in leaves)
@@ -270,11 +271,6 @@ def _check_derivatives(call: BlockCall, comms: Ranks) -> None:
         for row in call.rows:
             _check_rows(row.rows)  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
-
-
-def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
-    """Returns what tells whether `leaves` have been written to. compare: their bits"""
-    return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
 
 
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"

@@ -16,10 +16,10 @@ from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
-from yafsdp_fn.runtime.protocols import Outs, Replays
+from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.runtime.shards import GradSlot
-from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on, refuse_views
+from yafsdp_fn.runtime.visit import Running, grad_targets_of, offer, passed_on, refuse_views
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
@@ -34,11 +34,7 @@ class RecomputedVisit(Running):
     def outputs_in_graph(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, saved = self.session, tensors
         with torch.no_grad():
-            inputs = [tensor.detach() for tensor in tensors]
-            if session.replays is None:
-                outs = self.outputs(op, inputs)
-            else:
-                outs = session.replays.outputs(self, op, inputs)
+            outs = self.outputs(op, [tensor.detach() for tensor in tensors])
             if op.carry_slot is not None:
                 buffers, length = session.slots.activations, self.call.carry_length
                 saved = buffers.save(self.visit.id, op.carry_slot, tensors, length, outs)
@@ -59,8 +55,7 @@ class RecomputedVisit(Running):
             leaves.append(session.slots.leaves(slot, unit, track and unit in visit.trained))
         offer(self._trained(leaves), early)
         with torch.set_grad_enabled(track):
-            outs = self.call.run_on(leaves, tensors)
-            self.check(leaves, tensors, outs)
+            outs = self.run_block(leaves, tensors)
         return leaves, outs
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -110,9 +105,6 @@ class RecomputedVisit(Running):
             tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
         if not self.visit.trained and not any(needs):
             return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
-        replays: Replays | None = self.session.replays
-        if replays is not None and isinstance(self.target, ToSlots):
-            return replays.gradients(self, op, tensors, needs, grads)
         return self.gradients(op, tensors, needs, grads)
 
     def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:

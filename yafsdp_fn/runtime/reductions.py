@@ -8,6 +8,7 @@ A bare scalar loss is `Mean(value, 1)`: parts count equally.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -95,6 +96,8 @@ def _checked(mean: Mean, what: str) -> Mean:
         got = f"{tuple(total.shape)}, got {tuple(weight.shape)}"
         raise TypeError(f"{what}: the weight of a Mean should be a scalar or have its total's shape {got}")
     if not isinstance(weight, Tensor):
+        if not isinstance(weight, Real):
+            raise TypeError(f"{what}: the weight of a Mean should be a number or a tensor, got {shape_of(weight)}")
         # filled on the device: no copy from the host
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     return Mean(total, weight.to(total.device))
@@ -108,11 +111,11 @@ def of_tensors(aux: Tree, device: torch.device) -> Tree:
     """Returns `aux` with a tensor on `device` for each number in a `Sum` or `Max`. TypeError for other values."""
 
     def of_tensor(node: Any) -> Any:
-        if not isinstance(node, Sum | Max) or isinstance(node.value, Tensor):
+        if not isinstance(node, Sum | Max) or (isinstance(node.value, Tensor) and not node.value.is_complex()):
             return node
         if not isinstance(node.value, int | float):
             name = type(node).__name__
-            raise TypeError(f"aux: expected a tensor or a number in ya.{name}, got {shape_of(node.value)}")
+            raise TypeError(f"aux: expected a real tensor or number in ya.{name}, got {shape_of(node.value)}")
         return type(node)(torch.full((), node.value, device=device))
 
     return optree.tree_map(of_tensor, aux, is_leaf=is_reduction)
@@ -203,6 +206,11 @@ def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | Non
     return [None if grad is None else (grad / weight).to(grad.dtype) for grad in grads]
 
 
+def shapes_in(aux: Tree) -> str:
+    """Returns the shapes of the tensors in what a loss returns beside the total, () for all else."""
+    return str(optree.tree_map(lambda leaf: tuple(getattr(leaf, "shape", ())), aux))
+
+
 def combined(
     losses: Sequence[Mean],
     aux: Sequence[Tree],
@@ -217,6 +225,12 @@ def combined(
     once = [] if squares is None else [squares]
     if comms is not None:
         once.append(marks(own, losses[0].total.device))
+    outlines = set(map(shapes_in, aux)) if len(aux) > 1 else set[str]()
+    if len(outlines) > 1:
+        raise ValueError(
+            f"aux: microbatches returned the shapes {' and '.join(sorted(outlines))}; each must return the same "
+            "leaves, of the same shapes (ya.Sum and ya.Mean of totals add them up)"
+        )
     results: list[Tree] = []
     for number, (loss, of_loss) in enumerate(zip(losses, aux, strict=True)):
         mean = Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())
