@@ -25,9 +25,10 @@ def register_node(
 
     flatten: returns children and context, and, if paths name them, the names; entry: a child's in a path
     """
+    marks = issubclass(cls, Marker)
     rebuild: Any = unflatten
     optree.register_pytree_node(cls, flatten, rebuild, path_entry_type=entry, namespace=GLOBAL_NAMESPACE)
-    if issubclass(cls, Marker):
+    if marks:
         optree.register_pytree_node(cls, flatten, lambda _, below: next(iter(below)), namespace=BARE)
     torch_pytree.register_pytree_node(
         cls,
@@ -119,12 +120,6 @@ def frozen(tree: Any, dtype: torch.dtype | None = None) -> Frozen:
 for marker in (Stacked, Unit, Pinned):
     register_node(marker, lambda n: ((n.tree,), type(n)), lambda kind, c: kind(*c))
 register_node(Frozen, lambda n: ((n.tree,), n.dtype), lambda dtype, c: Frozen(c[0], dtype))
-
-BARE = "yafsdp_fn, without markers"
-"""optree's namespace in which a tree that is flattened is put together again without its markers, as blocks get it."""
-
-for marker in (Stacked, Unit, Pinned, Frozen):
-    optree.register_pytree_node(marker, lambda n: ((n.tree,), None), lambda _, c: next(iter(c)), namespace=BARE)
 
 
 def is_marker(node: object) -> bool:
