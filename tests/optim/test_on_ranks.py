@@ -71,9 +71,9 @@ def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Po
 RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
 
 
-def trains_as_momentum(mesh: Any, step_of: Callable[[int, Any], Any], rate: Callable[[int], float]) -> None:
+def trains_as_momentum(mesh: Any, tx: Any, step_of: Callable[[int, Any], Any], rate: Callable[[int], float]) -> None:
     """Steps are those of SGD with momentum 0.9, by hand, at the rate of each. step_of: of a number and a state"""
-    state = ya.init(model(), optim.sgd(0.1, momentum=0.9), mesh=mesh, precision=F64)
+    state = ya.init(model(), tx, mesh=mesh, precision=F64)
     expected = optree.tree_map(torch.Tensor.double, plain(model()))
     trace = optree.tree_map(torch.zeros_like, expected)
     for number, (mine, everything) in enumerate(batches(mesh, STEPS)):
@@ -87,8 +87,9 @@ def trains_as_momentum(mesh: Any, step_of: Callable[[int, Any], Any], rate: Call
 @on_ranks(1, 2, 3)
 def test_rates_are_those_of_the_host_in_float64(mesh: Any) -> None:
     """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
-    step = ya.train_step(loss, optim.sgd(RATE, momentum=0.9))
-    trains_as_momentum(mesh, lambda number, state: step, RATE)
+    tx = optim.sgd(RATE, momentum=0.9)
+    step = ya.train_step(loss, tx)
+    trains_as_momentum(mesh, tx, lambda number, state: step, RATE)
 
 
 BY_HAND = [0.5, 0.5, 0.01, 0.2, 0.2]
@@ -102,7 +103,7 @@ def test_a_rate_may_be_changed_by_hand(mesh: Any) -> None:
         schedule = state.program or ya.schedules.zero3()
         return ya.train_step(loss, optim.sgd(BY_HAND[number], momentum=0.9), schedule=schedule)
 
-    trains_as_momentum(mesh, step_of, BY_HAND.__getitem__)
+    trains_as_momentum(mesh, optim.sgd(BY_HAND[0], momentum=0.9), step_of, BY_HAND.__getitem__)
 
 
 # ---- what is refused, on every number of ranks alike
