@@ -163,7 +163,7 @@ def _start(kind: str, timeout: timedelta) -> None:
         found = torch.cuda.device_count()
         if local >= found:
             rank = os.environ.get("RANK", 0)
-            gpus = counted(found, "GPU")
+            gpus = f"{found} GPU{'s' * (found > 1)}"
             raise RuntimeError(
                 f"mesh: rank {rank} is number {local + 1} on a machine where torch sees {gpus}, and each needs one; "
                 f'start {found} there (torchrun --nproc-per-node {found} ...), or take device="cpu"'

@@ -167,13 +167,13 @@ class Arguments:
             if isinstance(node, Tensor):
                 found = next(given)
                 nodes.append(zero(node) if found is None else found)
-            elif isinstance(node, Frozen):
-                nodes.append(zeros(node))
-            else:
+            elif is_sharded(node):
                 assert shards is not None
                 of_group = [(shards.tensors[k], leaf) for k, _, leaf in node.group_leaves()]
                 grads = tuple(zero(leaf) if g is None else g for g, leaf in of_group)
                 nodes.append(node.gradient(grads, record))
+            else:
+                nodes.append(optree.tree_map(zero, node))
         return list(optree.tree_unflatten(self.spec, nodes))
 
 
@@ -213,12 +213,6 @@ def add_to(sums: list[Tensor | None], found: Iterator[Tensor | None]) -> None:
             sums[index] = grad if before is None else before + grad
 
 
-# ---- Zeros.
-
-
 def zero(leaf: Tensor) -> Tensor:
+    """Returns zeros like `leaf`, without memory of their own."""
     return leaf.new_zeros(()).expand(leaf.shape)
-
-
-def zeros(frozen: Any) -> Any:
-    return optree.tree_map(zero, frozen)

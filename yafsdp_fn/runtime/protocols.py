@@ -17,8 +17,6 @@ from yafsdp_fn.program.trace import Trace
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""
 
-Outs = list[Tensor | None]
-
 
 # ---- Who watches a step.
 

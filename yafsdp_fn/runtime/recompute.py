@@ -16,7 +16,6 @@ from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
-from yafsdp_fn.runtime.protocols import Outs
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.visit import Running, grad_targets_of, offer, passed_on, refuse_views
@@ -70,9 +69,13 @@ class RecomputedVisit(Running):
 
     def gradients(
         self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Outs:
+    ) -> list[Tensor | None]:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none. Those of the weights go to their gradient slots, directly or by a copy, or are left for later."""
+        if op.carry_slot is not None:
+            tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
+        if not self.visit.trained and not any(needs):
+            return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
         # forward, for its graph
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         calls = self.session.collectives
@@ -97,23 +100,13 @@ class RecomputedVisit(Running):
         self.target.close(found[len(inputs) :])
         return found[: len(inputs)]
 
-    def recomputed(
-        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Outs:
-        """Runs the whole backward of a visit that recomputes; returns the arguments' gradients."""
-        if op.carry_slot is not None:
-            tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
-        if not self.visit.trained and not any(needs):
-            return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
-        return self.gradients(op, tensors, needs, grads)
-
     def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         return [leaves[self.visit.units.index(unit)] for unit in self.visit.trained]
 
 
 def differentiated(
     run: AutogradRun, outs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
-) -> Outs:
+) -> list[Tensor | None]:
     """Differentiates, as `run`, the outputs that have a gradient; returns the gradients of `leaves`, None for those
     that need or get none."""
     roots: list[Tensor] = []
@@ -157,6 +150,6 @@ class VisitNode(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: RecomputedVisit = ctx.running
         op = running.begin_backward()
-        input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
+        input_grads = running.gradients(op, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
         running.end_backward()
         return None, None, None, None, *input_grads

@@ -225,8 +225,7 @@ def combined(
     once = [] if squares is None else [squares]
     if comms is not None:
         once.append(marks(own, losses[0].total.device))
-    outlines = set(map(shapes_in, aux)) if len(aux) > 1 else set[str]()
-    if len(outlines) > 1:
+    if len(aux) > 1 and len(outlines := set(map(shapes_in, aux))) > 1:
         raise ValueError(
             f"aux: microbatches returned the shapes {' and '.join(sorted(outlines))}; each must return the same "
             "leaves, of the same shapes (ya.Sum and ya.Mean of totals add them up)"

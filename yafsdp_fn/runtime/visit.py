@@ -148,10 +148,11 @@ class Running:
         for leaf in weights:
             if leaf._version:
                 raise errors.weight_written(self.visit.name)
-        if watch and content(weights, True) != before:
-            raise errors.weight_written(self.visit.name)
-        if watch and torch.is_grad_enabled():
-            check_graph(outs, [*inputs, *weights], self.visit.name, lambda: self._once_more(leaves, inputs), self)
+        if watch:
+            if content(weights, True) != before:
+                raise errors.weight_written(self.visit.name)
+            if torch.is_grad_enabled():
+                check_graph(outs, [*inputs, *weights], self.visit.name, lambda: self._once_more(leaves, inputs), self)
         return outs
 
     def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
