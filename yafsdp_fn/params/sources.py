@@ -121,16 +121,8 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     if isinstance(leaf, Param | Lazy):
         return give
     if isinstance(leaf, Tensor):
-        return lambda layer: _values_of(path, leaf) if layer is None else _values_of(path, leaf)[layer]
+        return lambda layer: leaf.detach() if layer is None else leaf.detach()[layer]
     raise TypeError(no_leaf(path, leaf))
-
-
-def _values_of(path: str, leaf: Tensor) -> Tensor:
-    if leaf.is_meta:
-        raise TypeError(
-            f"{path} is on the meta device and has no values; give whole tensors, or ya.Lazy leaves that load them"
-        )
-    return leaf.detach()
 
 
 def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device) -> torch.Generator:
