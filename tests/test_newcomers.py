@@ -351,18 +351,7 @@ SILENT = {
 }
 
 UNCLEAR = {
-    "TypeError: shard_batch: x is a sparse tensor, whose rows cannot be cut as views: give it dense": cutting(
-        {"x": ROWS.to_sparse()}
-    ),
-    "TypeError: microbatches: x of argument 1 is a sparse tensor, whose rows": stepping(
-        {"x": ROWS.to_sparse()}, microbatches=2
-    ),
-    "TypeError: layers.w is on the meta device and has no values; give whole": lambda mesh: ya.shard(
-        {"layers": ya.Stacked({"w": torch.ones(2, 4, 4, device="meta")})}, TX, mesh=mesh
-    ),
-    "TypeError: the loss: the weight of a Mean should be a number or a tensor, got NoneType": without_a_graph(
-        lambda mean: ya.Mean(mean.total, None)  # type: ignore[arg-type]
-    ),
+    "TypeError: shard_batch: x is a sparse tensor: give it dense (x.to_dense())": cutting({"x": ROWS.to_sparse()}),
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
     ),

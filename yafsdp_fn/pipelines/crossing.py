@@ -80,10 +80,7 @@ def _check(found: Tracer) -> None:
     if others := foreign(found.read):
         raise errors.parameter_of_a_module(others[0])
     if not set(map(id, found.read)).isdisjoint(map(id, found.leaves)):
-        raise RuntimeError(
-            "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
-            "the sum would lack the others'. Visit them (ya.apply, ya.scan)"
-        )
+        raise RuntimeError(errors.READ_BESIDE_VISITS)
     if rewritten := found.rewritten():
         raise RuntimeError(
             f"{rewritten[0]}: an argument is written in place after the visit took it; another stage would take "

@@ -23,10 +23,6 @@ NESTED = (
     "length with a mask (x.to_padded_tensor(0.0)), or their values and offsets (x.values(), x.offsets())"
 )
 
-SPARSE = (
-    "{} is a sparse tensor, whose rows cannot be cut as views: give it dense (x.to_dense()), or make it in the loss"
-)
-
 # ---- This rank's part of a global batch.
 
 
@@ -51,7 +47,10 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     """
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     for path, leaf in named_leaves(batch):
-        _must_have_rows("shard_batch", path or "the batch", leaf)
+        if isinstance(leaf, Tensor) and leaf.is_nested:
+            raise TypeError(f"shard_batch: {NESTED.format(path or 'the batch')}")
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            raise TypeError(f"shard_batch: {path or 'the batch'} is a sparse tensor: give it dense (x.to_dense())")
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
     # not of a GPU's memory, for which the host would wait
@@ -157,7 +156,6 @@ def split_batch(
                 f"{what}: {shown} is a {is_what}, of which every one would get all rows; give a tensor, whose rows are "
                 "split, or a dict of them (dict(batch)), or a tuple, which stays whole"
             )
-        _must_have_rows(what, shown, leaf)
         if is_cut(leaf) and leaf.shape[0] % count:
             raise ValueError(
                 f"{what}: {shown} has {leaf.shape[0]} rows, not a multiple of {count} {unit}; leave such a batch out "
@@ -171,12 +169,6 @@ def split_batch(
         return leaf.narrow(0, index * rows, rows)
 
     return lambda index: optree.tree_map(lambda leaf: cut(leaf, index), batch, is_leaf=is_sharded)
-
-
-def _must_have_rows(what: str, name: str, leaf: Any) -> None:
-    """Raises TypeError for a tensor whose rows are no views of it."""
-    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout != torch.strided):
-        raise TypeError(f"{what}: {(NESTED if leaf.is_nested else SPARSE).format(name)}")
 
 
 def _has_rows(leaf: Any) -> bool:

@@ -110,17 +110,21 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
-    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, whether
-    it depends on one of these, and parameters of modules that it depends on, through visits too."""
+def read_beside_visits(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
+    """Returns the indices of the `leaves` that `roots` depend on other than through visits, whether they depend on a
+    visit, and parameters of modules that they depend on, through visits too."""
     visited = False
     ends = set[int]()
-    for node in _nodes([total], ends=lambda node: hasattr(node, "running")):
-        visited = visited or hasattr(node, "running")
+    for node in _nodes(roots, ends=_is_visit):
+        visited = visited or _is_visit(node)
         if hasattr(node, "variable"):
             ends.add(id(node.variable))
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    return read, visited, foreign(leaves_behind([total]))
+    return read, visited, foreign([*roots, *leaves_behind(roots)])
+
+
+def _is_visit(node: Any) -> bool:
+    return hasattr(node, "running") or hasattr(node, "closes")
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> list[Tensor]:

@@ -81,7 +81,7 @@ class CallRecording(VisitRunner):
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
         # does it depend on anything?
-        read, visited, of_modules = read_beside_visits(total, [*self.leaves, *plain])
+        read, visited, of_modules = read_beside_visits([total], [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
         # ranks must have recorded the same: reductions pack what is in aux together

@@ -8,7 +8,6 @@ A bare scalar loss is `Mean(value, 1)`: parts count equally.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -96,8 +95,6 @@ def _checked(mean: Mean, what: str) -> Mean:
         got = f"{tuple(total.shape)}, got {tuple(weight.shape)}"
         raise TypeError(f"{what}: the weight of a Mean should be a scalar or have its total's shape {got}")
     if not isinstance(weight, Tensor):
-        if not isinstance(weight, Real):
-            raise TypeError(f"{what}: the weight of a Mean should be a number or a tensor, got {shape_of(weight)}")
         # filled on the device: no copy from the host
         weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     return Mean(total, weight.to(total.device))
