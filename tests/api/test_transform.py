@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import optree
-import pytest
 import torch
 from torch import Tensor
 
@@ -42,23 +41,6 @@ def test_the_value_comes_first() -> None:
     assert value == 2 * 11 + 25 and grads["x"].tolist() == [6, 8]
     assert ya.grad(f)(A, C)["x"].tolist() == [3, 4]
     assert not value.requires_grad and not A["x"].requires_grad
-
-
-@pytest.mark.parametrize(
-    ("argnums", "want"),
-    [
-        (0, {"x": [3, 4]}),
-        (1, [7, 10]),
-        ((0,), ({"x": [3, 4]},)),
-        ((0, 1), ({"x": [3, 4]}, [7, 10])),
-        ((1, 0), ([7, 10], {"x": [3, 4]})),
-    ],
-)
-def test_argnums(argnums: Any, want: Any) -> None:
-    got = ya.grad(f, argnums)(A, C)
-    assert optree.tree_map(lambda leaf: leaf.tolist(), got) == want and type(got) is type(
-        want if want != [7, 10] else C
-    )
 
 
 def test_aux() -> None:

@@ -19,8 +19,6 @@ from tests.harness.groups import outcome
 from tests.harness.pool import on_ranks
 from yafsdp_fn.schedules import zero3
 
-WITHOUT = ya.params.without_markers
-
 
 def mlp(w: Any, x: Tensor) -> Tensor:
     x = x + ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")

@@ -7,33 +7,17 @@ import threading
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import yafsdp_fn as ya
 from tests.harness.meshes import MESHES
 from tests.harness.pool import on_ranks
 from tests.harness.small import batch, loss, model, one_rank
-from yafsdp_fn.communication.communicators import Communicators, communicators
-from yafsdp_fn.communication.streams import HostEvent
+from yafsdp_fn.communication.communicators import communicators
 
 
 def test_a_mesh_has_one_set_of_communicators() -> None:
     assert communicators(one_rank()) is communicators(one_rank())
-
-
-def test_one_rank_needs_no_streams_and_no_groups() -> None:
-    comms = Communicators(one_rank())
-    assert (comms.rank, comms.ranks, comms.device) == (0, 1, torch.device("cpu"))
-    assert not comms.streams and not any(hasattr(comms, name) for name in ("gather_group", "control_group"))
-    values = torch.tensor([3.0])
-    assert comms.all_reduce_sum(values) is values and comms.all_reduce_max(values) is values and values == 3
-    assert comms.same_on_all("a", "test")
-    comms.must_agree("this", {"text": "a"})
-    comms.drain()
-    comms.abort("anywhere", ValueError())
-    comms.check()
-    assert isinstance(comms.event(), HostEvent)
 
 
 TX = ya.optim.sgd(0.1)

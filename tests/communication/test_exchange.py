@@ -99,18 +99,6 @@ def test_every_path_gives_the_bits_of_a_plain_loop(mesh: Any, how: str) -> None:
                 assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
 
 
-@on_ranks(3)
-def test_a_list_of_several_dtypes(mesh: Any) -> None:
-    """A list may have several: a frozen stack is gathered in its own."""
-    group = communicators(mesh).gather_group
-    ranks, rank = range(group.process_group.size()), group.process_group.rank()
-    kinds = [F32, BF16, BF16, F32, torch.float64, F32]
-    outs = [torch.empty(5 * len(ranks), dtype=dtype) for dtype in kinds]
-    group.all_gathers(outs, [drawn(rank, i, 5, dtype) for i, dtype in enumerate(kinds)])
-    for i, (out, dtype) in enumerate(zip(outs, kinds, strict=True)):
-        assert torch.equal(out, torch.cat([drawn(r, i, 5, dtype) for r in ranks]))
-
-
 def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
     """Messages that a rank sends to gather, and to reduce, eight vectors."""
     group, sent = communicators(mesh).gather_group, []

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import yafsdp_fn as ya
+from tests.harness import failing
 from tests.harness.gpu import on_gpu
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
@@ -38,6 +39,7 @@ from tests.harness.problems import (
     with_ends,
 )
 from tests.steps.test_delays import delayed
+from tests.steps.test_exceptions import FORWARD, RECOMPUTED, later_steps
 from tests.steps.test_layer_major import layer_major
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Op, Program, Scoreboard, Trace
@@ -249,46 +251,14 @@ def test_the_device_lets_go_and_the_host_allocates_once(mesh: Any) -> None:
 # ---- what goes wrong
 
 
-class Broken(Exception):
-    pass
-
-
-def fails(mesh: Any, error: type[BaseException], where: str) -> None:
-    """A step that raises in its forward, or in its backward, with copies under way; the next step is exact."""
-    raising = [False]
-
-    def failing(x: Tensor, w: Layer) -> tuple[Tensor, None]:
-        calls[0] += 1
-        if raising[0] and calls[0] == (4 if where == "forward" else 7):
-            raise error
-        return block(x, w)
-
-    calls = [0]
-    loss = scanned(failing, lambda x: x, lambda x: x)
-    rank = mesh.get_local_rank()
-    state = ya.init(base_params(5), TX, mesh=mesh)
-    step = ya.train_step(loss, TX, schedule=zero3(remat=remat.offload()))
-    plain = ya.train_step(base_loss, TX, schedule=zero3(remat=remat.all), donate=False)
-    for number in range(2):
-        state, _ = step(state, batch_of(rank, seed=number))
-    calls[0], raising[0] = 0, True
-    with delayed({"offload": (1.0, 4e-3)}, seed=0), pytest.raises(error):
-        step(state, batch_of(rank, seed=2))
-    raising[0] = False
-    plain(state, batch_of(rank, seed=2))
-    after, metrics = plain(state, batch_of(rank, seed=3))
-    expected = ya.unshard(after.params)
-    state, found = step(state, batch_of(rank, seed=3))
-    compare(ya.unshard(state.params), expected, 0.0, "after the exception")
-    assert torch.equal(found["loss"], metrics["loss"])
-
-
 @pytest.mark.sampled
 @on_ranks(1, 2)
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_one_that_raised(mesh: Any, where: str) -> None:
-    for error in (Broken, KeyboardInterrupt):
-        fails(mesh, error, where)
+@pytest.mark.parametrize("error", [failing.Planned, KeyboardInterrupt])
+def test_an_exception_in_any_event_leaves_the_state_usable(mesh: Any, error: type[BaseException]) -> None:
+    """With copies under way; the next step is exact."""
+    with delayed({"offload": (1.0, 4e-3)}, seed=0):
+        events = later_steps(failing.state(mesh), error, schedule=zero3(remat=remat.offload()))
+    assert events == [*FORWARD, *RECOMPUTED]
 
 
 # ---- programs and timelines

@@ -43,11 +43,6 @@ def same_gradient(ours: Callable[[Tensor], Tensor], torchs: Callable[[Tensor], T
     assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_slot_the_gradient_is_autograds() -> None:
-    x = torch.randn(2, 3, 5)
-    same_gradient(lambda w: ya.linear(x, w), lambda w: F.linear(x, w))
-
-
 def test_under_a_transform_and_under_autocast_they_are_torchs_own() -> None:
     x, w = torch.randn(3, 5), weight(4, 5)
     found = torch.func.grad(lambda x: ya.linear(x, w).square().sum())(x)

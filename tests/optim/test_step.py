@@ -7,8 +7,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.harness.gpu import on_gpu
 from tests.harness.watching import Watch
@@ -148,30 +146,6 @@ def test_the_general_path_reads_nothing_back(name: str) -> None:
         optim.step_(tx, params, grads, state, scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
     assert not any("_fused_" in op for op in watch.ops)
     assert "aten::_local_scalar_dense" not in watch.ops
-
-
-@pytest.mark.parametrize("name", ["adamw", "adam", "adam_l2", "momentum", "nesterov", "sgd", "sgd_l2"])
-@settings(max_examples=15)
-@given(data=st.data())
-def test_shards_of_a_flat_tensor_get_what_the_whole_gets(name: str, data: st.DataObject) -> None:
-    """Equal bits if the cuts are aligned to vectors (64 bytes); the CPU kernels round the odd rest otherwise."""
-    align = data.draw(st.sampled_from([1, 16]))
-    n = data.draw(st.integers(1, 300 // align)) * align
-    cuts = sorted(cut * align for cut in data.draw(st.lists(st.integers(0, n // align), max_size=4)))
-    generator = torch.Generator().manual_seed(n)
-    whole, *gradients = (torch.randn(n, generator=generator) for _ in range(4))
-    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, n], strict=True)]
-    parts = [part.clone() for part in whole.split(sizes)]
-    tx = FUSED[name]()
-    one, many = tx.init([whole]), tx.init(parts)
-    for gradient in gradients:
-        scalars = {"scale": torch.tensor(1.7), "found_inf": torch.tensor(0.0)}
-        pieces = [piece.clone() for piece in gradient.split(sizes)]
-        one = optim.step_(tx, [whole], [gradient.clone()], one, **scalars)
-        many = optim.step_(tx, parts, pieces, many, **scalars)
-    if align == 16:
-        assert bits(torch.cat(parts)) == bits(whole)
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-6, atol=1e-7)
 
 
 def test_gradients_of_another_order_or_dtype() -> None:

@@ -74,19 +74,6 @@ def test_normal_like_of_moments_and_in_another_dtype() -> None:
     assert {leaf.dtype for leaf in optree.tree_leaves(ya.normal_like(0, halves))} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("number", [ya.global_norm, lambda tree: ya.vdot(tree, tree)])
-def test_numbers_in_a_loss_have_a_gradient(number: Any) -> None:
-    def regular(tree: Any) -> torch.Tensor:
-        return number(tree) + torch.stack([leaf.sum() for leaf in optree.tree_leaves(tree)]).sum()
-
-    sharded, plain = states(TREE)
-    want = leaves(ya.grad(regular)(plain))
-    got = leaves(ya.grad(regular)(sharded))
-    frozen = [leaf.shape for leaf in leaves(plain["s"]["f"])]
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, torch.zeros_like(b) if b.shape in frozen else b)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [1e19, 1e25, 1e-25])
 @pytest.mark.parametrize("differentiated", [False, True])

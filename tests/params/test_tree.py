@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import yafsdp_fn as ya
 from yafsdp_fn.params.markers import has_marker, is_marker
-from yafsdp_fn.params.tree import dotted, join, named_leaves, shape_of
+from yafsdp_fn.params.tree import named_leaves
 
 
 class Pair(NamedTuple):
@@ -86,11 +86,6 @@ def test_properties_of_any_tree(tree: Any) -> None:
     assert optree.tree_map(lambda x: x, tree) == tree == torch_pytree.tree_map(lambda x: x, tree)
 
 
-def test_join_and_dotted_leave_out_the_empty() -> None:
-    assert join("", "a", "", "b") == "a.b" and join() == ""
-    assert [dotted(path) for path in optree.tree_accessors(ya.Unit({"x": ya.frozen(1)}))] == ["x"]
-
-
 @pytest.mark.parametrize("shape", [(-1,), (2.0,), ("a",), (3, None)])
 def test_bad_shapes_are_refused(shape: Any) -> None:
     with pytest.raises(ValueError, match="expected non-negative integers"):
@@ -104,9 +99,3 @@ def test_params() -> None:
     assert optree.tree_leaves({"a": param}) == [param]  # a leaf, not a container of its shape
     with pytest.raises(TypeError, match=r"Param dtype torch.int64: .* pass integers in the batch"):
         ya.Param((1,), torch.int64)
-
-
-def test_how_errors_show_a_leaf() -> None:
-    assert shape_of(torch.zeros(2, 3)) == "torch.float32 (2, 3)"
-    assert shape_of(ya.Param((2,), torch.bfloat16)) == "torch.bfloat16 (2,)"
-    assert shape_of("x") == "str"

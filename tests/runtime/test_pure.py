@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
-from torch import Tensor, func
+from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import (
     Model,
-    assert_close,
-    batch,
     loss,
     states,
 )
@@ -24,21 +20,6 @@ from yafsdp_fn.runtime.pure import Rematerialised
 def scalar(params: Model, b: Any) -> Tensor:
     mean = loss(params, b)
     return mean.total / mean.weight
-
-
-def both(run: Callable[[Any, Any], Any], rtol: float = 1e-5) -> None:
-    """`run(params, direction)` gives the same on sharded and on plain parameters."""
-    (sharded, plain), (along, plain_along) = states(), states(seed=1)
-    assert_close(run(sharded, along), run(plain, plain_along), rtol=rtol, atol=1e-6)
-
-
-def test_a_hessian_in_two_numbers() -> None:
-    b = batch()
-
-    def along(s: Tensor, p: Any) -> Tensor:
-        return scalar(optree.tree_map(lambda x: x * (1 + s[0]) + 0.1 * s[1] * x.square(), p), b)
-
-    both(lambda p, _: func.hessian(along)(torch.zeros(2), p), rtol=1e-3)
 
 
 def test_dropout_is_replayed_in_the_backward() -> None:
@@ -91,6 +72,3 @@ def test_integers_pass_through_a_recomputed_block() -> None:
     out, after = Rematerialised.apply(f, x, index)
     assert after.tolist() == [1, 3] and not after.requires_grad
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [2, 0, 2, 0]
-
-
-# ---- between ranks

@@ -55,17 +55,6 @@ def test_a_donated_state_prints_as_donated() -> None:
     assert "donated" not in repr(new)
 
 
-def test_the_optimizer_state_is_sharded_alike() -> None:
-    mu = fresh().opt_state[0].mu
-    assert optree.tree_structure(ya.unshard(mu)) == optree.tree_structure(ya.unshard(fresh()))
-    assert [leaf.shape for leaf in optree.tree_leaves(mu)] == [
-        leaf.shape for leaf in optree.tree_leaves(fresh().params)
-    ]
-
-
-# ---- donation
-
-
 # ---- a pytree
 
 
@@ -92,19 +81,6 @@ def test_steps_and_seeds_are_no_leaves(kind: str) -> None:
     state, _ = train()(state, batch())
     halved = optree.tree_map(lambda x: x / 2, state)
     assert (halved.step, halved.seed) == (1, 3)
-
-
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-def test_parameters_written_by_hand_are_seen(compute: torch.dtype) -> None:
-    state = fresh(precision=ya.Precision(compute=compute))
-    evaluate = ya.eval_step(loss)
-    for _ in range(2):
-        before = evaluate(state, batch())["loss"]
-        with torch.no_grad():
-            for leaf in optree.tree_leaves(state.params):
-                leaf.mul_(2.0)
-        want = ya.eval_step(loss)(optree.tree_map(lambda x: x.to(compute), ya.unshard(state)), batch())["loss"]
-        assert torch.equal(evaluate(state, batch())["loss"], want) and want != before
 
 
 def test_replaced_leaves_are_adopted_and_not_written() -> None:

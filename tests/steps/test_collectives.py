@@ -101,27 +101,6 @@ def two_slots(layers: int, parts: int, width: int = 2) -> int:
     return layers + missing + (parts - 1) * 2 * missing
 
 
-@on_ranks(2)
-@pytest.mark.sampled
-@pytest.mark.parametrize("layers", [1, 2, 7])
-@pytest.mark.parametrize("parts", [1, 3])
-@pytest.mark.parametrize(
-    ("schedule", "width", "resident"),
-    [("zero3", 2, 0), ("zero3-demand", 2, 0), ("zero3-remat-all", 2, 0), ("zero3-far", 4, 0), ("zero3-resident", 3, 1)],
-)
-def test_counts_under_zero3(mesh: Any, layers: int, parts: int, schedule: str, width: int, resident: int) -> None:
-    expected = two_slots(layers - resident, parts, width) + resident
-    counts = counted(mesh, "base", layers, schedule, parts)
-    assert counts == {
-        ("gather", "embed"): 1,
-        ("gather", "layers"): expected,
-        ("gather", "head"): 1,
-        ("reduce", "embed"): parts,
-        ("reduce", "layers"): parts * layers,
-        ("reduce", "head"): parts,
-    }
-
-
 def test_counts_of_other_visits(pools: Pools) -> None:
     """A tied unit is gathered once and reduced once a microbatch; a stack visited twice, between its neighbours."""
     (tied, *_), (twice, *_), (frozen, *_), (part, *_) = (
