@@ -1,11 +1,11 @@
 """Pinned leaves: one unit for all layers of a stack, gathered once per step; else as if nothing were marked.
 
-Values and gradients of the problem "pinned" are compared with the plain loop in tests/steps/test_exact_gradients.py.
+Values and gradients of the problem "pinned" are compared with the plain loop in tests/steps/test_exact_gradients.py;
+checkpoints are in tests/checkpoint/test_resharding.py.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import optree
@@ -15,18 +15,17 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, SCHEDULES, Batch, Params, base_loss, base_params, layer
 from tests.harness.small import assert_equal, one_rank, param
 from tests.steps.test_collectives import counted
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree_layout import tree_layout
 
-Pools = dict[int, Pool]
 KINDS = (ya.schedules.Gather, ya.schedules.Reduce)
 WORLDS = on_ranks(1, 2, 3)
-ADAMW = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, p: len(p.shape) > 1)
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ADAMW)
+DECAY = ya.optim.adamw(1e-2, weight_decay=0.1, mask=lambda path, p: len(p.shape) > 1)
+TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), DECAY)
 
 
 def tree(mark: Any = ya.Pinned) -> Params:
@@ -228,47 +227,3 @@ def test_masks_and_map_layers(mesh: Any) -> None:
     sums = ya.map_whole_layers(lambda g: (g["w"].abs().sum(), g["gain"].abs().sum()), grads(state.params)["s"])
     assert sums[0].gt(0).all() and sums[1].eq(0).all()
     assert ya.map_whole_layers(lambda w: w, trainable(state.params)["s"]).leaves[0].shape[0] == 3
-
-
-# ---- checkpoints
-
-
-def stepped(state: Any, steps: int) -> Any:
-    """Steps with gradients that are the same at every world size."""
-    for _ in range(steps):
-        state = state.apply_gradients(ya.normal_like(state.step, state.params), ADAMW)
-    return state
-
-
-def saved(mesh: Any, directory: str) -> list[Tensor]:
-    state = stepped(ya.init(tree(), ADAMW, mesh=mesh, seed=4), 2)
-    ya.checkpoint.save(directory, state)
-    return whole(stepped(state, 1))
-
-
-def resumed(mesh: Any, directory: str) -> list[Tensor]:
-    state, _ = ya.checkpoint.load(directory, ya.init(tree(), ADAMW, mesh=mesh, seed=99))
-    return whole(stepped(state, 1))
-
-
-def whole(state: Any) -> list[Tensor]:
-    return [leaf.clone() for leaf in optree.tree_leaves([ya.unshard(state.params), ya.unshard(state.opt_state)])]
-
-
-def without_marks(mesh: Any, directory: str) -> list[Tensor]:
-    """Into layers without pinned leaves, and from there once more."""
-    state, _ = ya.checkpoint.load(directory, ya.init(tree(unmarked), ADAMW, mesh=mesh, seed=99))
-    ya.checkpoint.save(f"{directory}/unmarked", state)
-    return [*whole(stepped(state, 1)), *resumed(mesh, f"{directory}/unmarked")]
-
-
-@pytest.mark.parametrize("writers", [1, 2])
-def test_a_checkpoint_resumes_at_any_world_size(pools: Pools, tmp_path: Path, writers: int) -> None:
-    expected = pools[writers].run(saved, str(tmp_path))[0]
-    for readers in (1, 2, 3):
-        for found in pools[readers].run(resumed, str(tmp_path)):
-            assert len(found) == len(expected)
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (writers, readers)
-    for found in pools[2].run(without_marks, str(tmp_path)):
-        assert len(found) == 2 * len(expected)
-        assert all(torch.equal(a, b) for a, b in zip(found, [*expected, *expected], strict=True)), writers
