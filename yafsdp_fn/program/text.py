@@ -22,7 +22,7 @@ def describe(op: Op, trace: Trace) -> str:
 
 
 WHERE = {"node": " in node", "stages": " over stages"}
-"""What an op says of where it takes weights from, or of ranks that it sums over."""
+"""Words of an op for where it takes weights from, or for the ranks that it sums over."""
 
 
 def _in_words(op: Any, trace: Trace) -> str:
