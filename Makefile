@@ -92,7 +92,7 @@ playground:
 	@echo "site/playground is built; to look at it: $(PYTHON) -m http.server --directory site/playground"
 
 release-check: $(VENV)/.dev
-	$(BIN)/python -m pytest -q --nightly $(addprefix tests/,test_release.py test_wheel.py test_readme.py test_pages.py \
+	$(BIN)/python -m pytest -q --nightly $(addprefix tests/,test_release.py test_wheel.py test_readme.py \
 		test_site.py test_contributing.py program/test_json_schema.py) $(ARGS)
 
 format: $(VENV)/.dev

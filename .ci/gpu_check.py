@@ -121,7 +121,6 @@ STEPS = {
     "kernels": tests(
         150, 60, "Triton kernels, products, optimizers against references", "tests/optim tests/nn tests/communication"
     ),
-    "graphs": tests(90, 30, "CUDA graphs have the bits of eager steps", "tests/extras/test_cuda_graphs.py"),
     "delays": tests(
         170, 60, "delays on streams, NaN in freed memory: no bit changes",
         f"{ON_GPU} -k 'missing or (delays and 8 and ({SOME}))'", env=REPEATS,
@@ -153,7 +152,6 @@ STEPS = {
         "tests/cuda/test_ranks_on_one_gpu.py -k 'on_one_gpu_have and not 4'", together=False,
     ),
     "compiled": timed(130, 70, "compiled", "the same Llama with compiled blocks"),
-    "replays": timed(60, 25, "replays", "recomputed layers with and without CUDA graphs, where the host is the limit"),
     # ---- the second command
     "ranks4": tests(
         90, 45, "4 ranks on this GPU; one stops, the others name what they wait for",

@@ -266,9 +266,6 @@ def oracle(here: Here, say: Say) -> None:
         "bf16 offloaded": (bf16, s.zero3(remat=remat.offload()), {}),
         "bf16 all bf16": (ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16), s.zero3(), {}),
     }
-    if here.cuda:
-        cases["fp32 graphs"] = (ya.Precision(), s.zero3(remat=remat.all), {"graphs": True})
-        cases["bf16 graphs"] = (bf16, s.zero3(remat=remat.all), {"graphs": True})
     for name, (precision, schedule, options) in cases.items():
         with say.part(name):
             state = ya.shard(plain.params, tx(), mesh=mesh, seed=seed, precision=precision)

@@ -1,4 +1,4 @@
-"""The timed steps of `make gpu-check`: a model beside its peers, single operations beside torch's, replays.
+"""The timed steps of `make gpu-check`: a model beside its peers, single operations beside torch's.
 
 Contenders are only ever compared inside one step, where they take turns. Times are medians of events on the device.
 """
@@ -386,41 +386,7 @@ def vectors(here: Here, say: Say) -> None:
     told(say, "vectors", row, sum_rows_tb_s=round((8 * 2 + 8) * n / row["sum_rows"] / 1e9, 2))
 
 
-# ---- step: replays
-
-
-def replays(here: Here, say: Say) -> None:
-    """Recomputed layers with and without CUDA graphs: at few tokens, where the host is the limit, and at many."""
-    for rows, tokens in ((1, 256), (1, 2048)):
-        with say.part(f"{rows} x {tokens}"):
-            replayed(here, say, rows, tokens)
-        if here.cuda:
-            torch.cuda.empty_cache()
-
-
-def replayed(here: Here, say: Say, rows: int, tokens: int) -> None:
-    setting = setting_of(here)
-    config = setting.config("llama3.2-1b", here.size(8, 2))
-    mesh, schedule = ya.mesh(device=here.device), ya.schedules.zero3(remat=ya.schedules.remat.all)
-    batch, made = setting.batch(config, tokens, rows), dict[str, Any]()
-    for name, graphs in {"eager": False, "graphs": True}.items() if here.cuda else {"eager": False}.items():
-        at = here.allocated()
-        made[name] = sides.build(config, mesh, setting, {"it": schedule}, graphs=graphs)["it"]
-        for _ in range(4):  # then graphs are captured
-            made[name].step(batch)
-        here.sync()
-        say(contender=name, tokens=tokens, held_gib=gib(here.allocated() - at))
-    samples = gpu.turns(made, batch, setting, rounds=here.size(5, 1), warmup=1)
-    told(
-        say,
-        f"remat all, {rows} x {tokens}",
-        {name: round(1e3 * statistics.median(s), 3) for name, s in samples.items()},
-    )
-    if "graphs" in made:
-        say(tokens=tokens, profile_graphs=profiled(here, lambda: made["graphs"].step(batch), None, config.layers))
-
-
-STEPS = {"perf": perf, "compiled": compiled, "micro": micro, "replays": replays}
+STEPS = {"perf": perf, "compiled": compiled, "micro": micro}
 
 if __name__ == "__main__":
     main(STEPS)

@@ -76,7 +76,7 @@ def test_no_is_said_with_status_1(program: ya.Program, capsys: pytest.CaptureFix
         (PLAN.replace("a100-80g", "a100"), "plan: unknown cluster 'a100'"),
         (f"{PLAN} --schedule zero9", "plan: AttributeError: module 'yafsdp_fn.schedules' has no attribute 'zero9'"),
         ("draw step.json step.gif --cluster a100-80g", "draw: step.gif"),
-        (f"{PLAN} --mesh tensor=3", "plan: tensor=3 does not divide 16 ranks"),
+        (f"{PLAN} --mesh tensor=3", "plan: mesh(shard=-1, tensor=3): the job has 16 ranks, not a multiple of 3"),
         ("verify nothing.json", "verify: [Errno 2] No such file or directory: 'nothing.json'"),
         ("verify my_model.py", "verify: my_model.py: not a program in JSON"),
         ("draw step.json step.svg", "draw: TypeError: compare: 'step.json' is a program; name the cluster"),
@@ -86,6 +86,11 @@ def test_an_error_is_one_line(command: str, said: str, program: ya.Program, caps
     assert main(shlex.split(command)) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"yafsdp {said}") and error.count("\n") == 1, error
+
+
+def test_stages_have_a_pipeline_where_no_schedule_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(shlex.split(f"{PLAN} --mesh stages=2")) == 0
+    assert "2 stages, 1 microbatch" in capsys.readouterr().out
 
 
 def test_an_error_of_the_loss_is_shown_where_it_is_on_request(folder: Path) -> None:

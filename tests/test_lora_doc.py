@@ -12,7 +12,7 @@ import torch
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.pages import blocks, doc
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import Pools
 from tests.models.theirs import draw, with_targets
 
 PAGE = doc("lora")
@@ -34,18 +34,6 @@ def runs(mesh: Any, folder: Path) -> None:
     before, after = (ya.materialize(llama.hf.load(name)[1]) for name in ("base", "merged"))
     moved = [name for name, leaf in before.layers.items() if not torch.equal(leaf, after.layers[name])]
     assert [name for name in moved if "norm" not in name] == [name for name in before.layers if "proj" in name]
-
-
-@on_ranks(2)
-def test_a_base_stays_under_zero2(mesh: Any) -> None:
-    """What a second step gathers."""
-    tree = ya.lora(llama.params(CONFIG), 4)
-    state, step = ya.init(tree, TX, mesh=mesh), ya.train_step(llama.loss(CONFIG), TX, schedule=ya.schedules.zero2())
-    for _ in range(2):
-        state, _ = step(state, batch())
-    program = step.program(state)
-    ops = [op for op in program.ops if isinstance(op, ya.schedules.Gather)]
-    assert {state.memory.of_unit[unit].name for op in ops for unit in op.units} == {"layers"}
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -262,6 +262,9 @@ SILENT = {
         stepping(loss=let_out, schedule=ya.schedules.zero3(remat="all"))
     ),
     "ValueError: layers[0]: the loss uses params of the state that this step trains, but not those that it": by_closure,
+    "TypeError: aux: expected a real tensor or number in ya.Sum, got torch.complex64 (4, 4)": stepping(
+        loss=lambda params, batch: (loss_fn(params, batch), ya.Sum(batch["x"] * 1j)), has_aux=True
+    ),
     "TypeError: shard_batch: the batch is a list of 4, of which every one would get all rows; give a tensor, whose": (
         cutting([{"x": row} for row in ROWS])
     ),
@@ -348,6 +351,7 @@ SILENT = {
 }
 
 UNCLEAR = {
+    "TypeError: shard_batch: x is a sparse tensor: give it dense (x.to_dense())": cutting({"x": ROWS.to_sparse()}),
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
     ),

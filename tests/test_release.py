@@ -35,7 +35,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
+def test_links_lead_to_files_and_headings_that_are_there_and_a_picture_is_shown_once(page: Path) -> None:
     text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
     broken = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -46,6 +46,8 @@ def test_links_lead_to_files_and_headings_that_are_there(page: Path) -> None:
         if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target)):
             broken.append(link)
     assert broken == []
+    pictures = re.findall(r"!\[[^]]*\]\(([^)\s]+)\)", text)
+    assert len(pictures) == len(set(pictures))
 
 
 def test_what_it_needs_has_permissive_licences() -> None:

@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace) -> None:
     """Time and memory of a step of your loss on a cluster."""
-    schedule = options.schedule
+    schedule, chosen = options.schedule, {}
+    if schedule:  # else the default, which across stages is a pipeline's
+        chosen["schedule"] = _named(schedule) if ":" in schedule else getattr(ya.schedules, schedule)()
     found = ya.planner.plan(
         _named(options.loss),
         _made(options.params),
@@ -62,8 +64,8 @@ def plan(options: argparse.Namespace) -> None:
         tx=_named(options.tx) if options.tx else ya.optim.adamw(1e-3),
         ranks=options.ranks,
         cluster=options.cluster,
-        schedule=_named(schedule) if ":" in schedule else getattr(ya.schedules, schedule)(),
         microbatches=options.microbatches,
+        **chosen,
         **dict(options.mesh),
     )
     print(found)
@@ -132,7 +134,7 @@ ARGUMENTS = {
         "--ranks": "RANKS  how many GPUs",
         "--cluster": "GPUS  of which kind: a CLUSTER",
         "--tx": "MODULE:NAME  the optimizer; AdamW if it is left out",
-        "--schedule": "SCHEDULE  zero3 (if it is left out), zero2, ...; or MODULE:NAME, from a trace to a program",
+        "--schedule": "SCHEDULE  zero3 (with stages one_f_one_b), zero2, ...; or MODULE:NAME, of a function of a trace",
         "--microbatches": "NUMBER  of a step; 1 if it is left out",
         "--mesh": "AXIS=RANKS  as ya.mesh takes them, and stages: --mesh tensor=4 --mesh stages=2",
         "--save": "OUT.json  save the program, for the other commands",
@@ -155,7 +157,6 @@ KINDS: dict[str, Any] = {
     "RANKS": {"type": int, "required": True},
     "GPUS": {"required": True},
     "NUMBER": {"type": int, "default": 1},
-    "SCHEDULE": {"default": "zero3"},
     "AXIS=RANKS": {"type": axis, "action": "append", "default": []},
     "FILES.json": {"nargs": "+"},
 }

@@ -63,14 +63,12 @@ def build(
     mesh: DeviceMesh,
     setting: Setting,
     schedules: Mapping[str, Schedule],
-    *,
-    graphs: bool = False,
 ) -> dict[str, Ours]:
     """A contender per schedule, on one new state."""
     tx = adamw()
     held = Held(ya.init(llama.params(config), tx, mesh=mesh, precision=PRECISION))
     loss = llama.loss(config, layer=block(config, setting.compiles))
-    make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False, graphs=graphs)
+    make = functools.partial(ya.train_step, loss, tx, skip_nonfinite=False)
     return {name: Ours(held, make(schedule=schedule)) for name, schedule in schedules.items()}
 
 

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import one_rank
-from yafsdp_fn.api.mesh import _sizes
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import MeshRanks, device_of
+from yafsdp_fn.util.mesh_axes import mesh_sizes
 
 
 def test_without_torchrun_there_is_one_rank() -> None:
@@ -41,7 +41,8 @@ def test_without_torchrun_there_is_one_rank() -> None:
 def test_sizes_follow_from_the_number_of_ranks(
     replicate: int, shard: int, world: int, expected: tuple[int, int]
 ) -> None:
-    assert _sizes(replicate, shard, world) == expected
+    sizes = mesh_sizes(world, {}, replicate=replicate, shard=shard)
+    assert (sizes["replicate"], sizes["shard"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -63,7 +64,7 @@ def test_sizes_follow_from_the_number_of_ranks(
 )
 def test_sizes_that_do_not_fit_are_refused_with_advice(replicate: int, shard: int, world: int, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        _sizes(replicate, shard, world)
+        mesh_sizes(world, {}, replicate=replicate, shard=shard)
 
 
 def test_arguments_that_do_not_fit_one_rank() -> None:

@@ -162,7 +162,6 @@ OTHERS = {
     "clipping": ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-3)),
     "a schedule": ya.optim.adamw(SLOW),
     "both, nested": ya.optim.chain(ya.optim.chain(ya.optim.clip(1.0), ya.optim.adamw(SLOW)), ya.optim.scale(0.5)),
-    "hyperparameters": ya.optim.contrib.inject_hyperparams(ya.optim.adamw)(1e-3),
 }
 
 

@@ -21,6 +21,15 @@ def test_a_disagreement_is_a_failure_of_communication() -> None:
 
 
 @on_ranks(2)
+def test_ranks_compare_notes_under_another_default_device(mesh: Any) -> None:
+    """As by torch.set_default_device("cuda"): what they compare stays on the CPU."""
+    with torch.device("meta"):
+        state = ya.init({"w": ya.Param((3,))}, None, mesh=mesh)
+        assert Communicators(mesh).same_on_all("a text", "a test")
+    assert ya.unshard(state.params)["w"].shape == (3,)
+
+
+@on_ranks(2)
 def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(mesh: Any) -> None:
     """One rank fails alone: afterwards every use of the communicators says so. They are made for this test alone."""
     comms = Communicators(mesh)

@@ -14,7 +14,7 @@ from tests.harness.gpu import on_gpu as needs_gpu
 from tests.harness.groups import exchanging
 from tests.harness.meshes import MESHES, made
 from tests.harness.pool import Pool, on_ranks
-from yafsdp_fn.communication import flat, micro_shards
+from yafsdp_fn.communication import flat, micro_shards, sums
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.micro_shards import Scratch, local_sum
@@ -181,7 +181,7 @@ def reduced(
     assert torch.equal(full, c.full[c.comms.world_rank]), "the gradient slot was written to"
     staging = full.new_full((staging_numel(c.comms, c.n, dtype, full.dtype, accumulate),), torch.nan).view(torch.uint8)
     with recorded() as sent_between:
-        flat.all_reduce_replicas(c.comms, shard, staging, wire=full.dtype, accumulate=accumulate)
+        sums.all_reduce_replicas(c.comms, shard, staging, wire=full.dtype, accumulate=accumulate)
     return shard, sent, sent_between
 
 

@@ -1,7 +1,7 @@
 """The places of the library that only CUDA has, and which test goes there: docs/benchmarks/cuda.json.
 
     python -m tests.cuda.places                      # runs TESTS, ten minutes, and writes the table
-    python -m tests.cuda.places tests/cuda/test_graphs.py    # these; what they do not reach stays as it was
+    python -m tests.cuda.places tests/cuda/test_races.py    # these; what they do not reach stays as it was
 
 A place is a branch whose condition asks for the kind of device or for kernels, a statement that uses `torch.cuda`, or
 one that launches a kernel of Triton. It is entered where a statement there begins on the fake device (or a real one);

@@ -22,7 +22,7 @@ from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.harness.marks import nightly
 from tests.planner.test_footprint import held_by, own_gains, tokens
-from yafsdp_fn.communication import flat, micro_shards
+from yafsdp_fn.communication import flat, micro_shards, sums
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, weight_leaf
@@ -60,7 +60,7 @@ def reduction(axes: dict[str, int], how: str) -> tuple[list[str], Tensor]:
         staging = full.new_empty(staging_numel(comms, N, F32, BF16, accumulate)).view(torch.uint8)
         device.launched.clear()
         flat.reduce_into(comms, [shard], [full], [True], [accumulate], receive=receive)
-        flat.all_reduce_replicas(comms, shard, staging, wire=BF16, accumulate=accumulate)
+        sums.all_reduce_replicas(comms, shard, staging, wire=BF16, accumulate=accumulate)
         return list(device.launched), shard.cpu()
 
 
@@ -105,7 +105,7 @@ def step(
             device.launched.clear()
             state, _ = train(state, batch)
         launched = list(device.launched)
-        real = held_by(state) | {"scratch": sum(x.nbytes for x in state.memory.scratches)}
+        real = held_by(state) | {"scratch": sum(x.nbytes for x in state.memory._scratch.values())}
         return launched, real
 
 

@@ -32,10 +32,10 @@ FORMATS = [case._replace(formats=True) for case in ALL[::23]]
 DAILY = CASES if EVERY else [CASES[at] for at in (0, 4, 7, 9)]
 
 
-def seen(case: Case, folder: Path | None = None, **options: Any) -> tuple[list[Any], Log]:
+def seen(case: Case, folder: Path | None = None) -> tuple[list[Any], Log]:
     """What a day gives on the fake device, and its log."""
     with saves_alone(), fake_cuda() as device, rank_of(case.axes) as mesh:
-        return numbers_of(day(case, mesh, CUDA, folder, **options)), device.log
+        return numbers_of(day(case, mesh, CUDA, folder)), device.log
 
 
 def wrong(log: Log) -> list[Finding]:
@@ -51,9 +51,7 @@ def expect_no_races(case: Case, folder: Path) -> None:
         patch.setattr(squares, "_on_cpu", squares._on_gpu)
         patch.setattr(linear, "multiplies_wider", lambda factors, product, device: wider(factors, product, "cuda"))
         expected = numbers_of(day(case, mesh, CPU, folder / "cpu"))
-    graphs = {"graphs": True} if case.remat == "all" else {}
-    found, log = seen(case, folder / "cuda", **graphs)
-    assert bool(graphs) == any("replayed" in entry.text for entry in log.entries)
+    found, log = seen(case, folder / "cuda")
     assert not wrong(log), "\n".join(map(str, wrong(log)))
     assert found == expected
 

@@ -325,8 +325,3 @@ def test_messages_of_a_step_with_a_skip_connection() -> None:
 def test_many_wrong_actions_are_counted() -> None:
     with pytest.raises(Refused, match=r"\n    \.\.\. and \d+ more$"):
         from_actions([[], []])(cut(model(4, 9), (0, 1)))
-
-
-def test_pipelines_are_equal_in_json() -> None:
-    pipeline = from_actions(PLAIN)(TRACE)
-    assert Program.from_json(pipeline.to_json()) == pipeline

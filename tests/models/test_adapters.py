@@ -1,4 +1,4 @@
-"""Adapters of every family beside Llama: merged, as transformers reads them, and alone, as peft does."""
+"""Adapters of every family: merged, as transformers reads them, and alone, as peft does."""
 
 from __future__ import annotations
 
@@ -11,44 +11,64 @@ import torch
 import models
 import yafsdp_fn as ya
 from models import mixtral
+from tests.harness.oracle import compare
 from tests.harness.pool import Pools
 from tests.models.test_other_configs import SMALL
 from tests.models.theirs import OTHERS, Pair, draw, with_targets
 
 
-def adapt(mesh: Any, source: Path, folder: Path, where: Any) -> None:
-    """Trains adapters on this rank's part, and saves them merged and alone."""
+def adapt(mesh: Any, source: Path, folder: Path, where: Any, dtype: torch.dtype | None, alone: bool) -> tuple[Any, Any]:
+    """Trains adapters on this rank's part, and saves them merged and alone. Returns logits here, and merged weights."""
     config, lazy = models.hf.load(source)
     tx = ya.optim.adamw(3e-2)
-    state = ya.shard(ya.lora(lazy, 4, where, alpha=6), tx, mesh=mesh)
+    state = ya.shard(ya.lora(lazy, 4, where, alpha=6, dtype=dtype), tx, mesh=mesh)
     step = ya.train_step(models.of(config).loss(config), tx)
     for seed in range(3):
         state, _ = step(state, with_targets(draw(2, 32, seed=seed + 10 * mesh.get_rank())))
     models.hf.save(folder / "merged", config, state.params)
-    models.hf.save_adapters(folder / "adapters", config, state.params, base=str(source))
+    if alone:
+        models.hf.save_adapters(folder / "adapters", config, state.params, base=str(source))
+    return models.of(config).logits(config, state.params, draw(2, 50)), ya.merge_lora(state)
 
 
 def in_attention(path: str, param: ya.Param) -> bool:
     return "attn" in path and len(param.shape) == 2
 
 
-@pytest.mark.parametrize("pair", OTHERS, indirect=True)
+def every_matrix(path: str, param: ya.Param) -> bool:
+    return len(param.shape) == 2
+
+
+CASES = [(name, in_attention if name == "mixtral" else None, None) for name in OTHERS]
+CASES += [("gqa", every_matrix, None), ("tied", None, torch.int8)]
+
+
+@pytest.mark.parametrize(("pair", "where", "dtype"), CASES, indirect=["pair"])
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
-def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(pair: Pair, pools: Pools, tmp_path: Path) -> None:
+def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(
+    pair: Pair, where: Any, dtype: torch.dtype | None, pools: Pools, tmp_path: Path
+) -> None:
+    """Alone where peft has such adapters, and the base that they were trained on."""
     transformers = pytest.importorskip("transformers", reason="compares with transformers")
     peft = pytest.importorskip("peft", reason="reads adapters with peft")
-    where = in_attention if pair.name == "mixtral" else None
-    pools[2].run(adapt, pair.directory, tmp_path, where)
+    alone = where is not every_matrix and dtype is None
+    on_ranks, whole = pools[2].run(adapt, pair.directory, tmp_path, where, dtype, alone)[0]
     config, lazy = models.hf.load(tmp_path / "merged")
     tokens = draw(2, 50)
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    merged, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(info.values()), info
+    params = ya.materialize(lazy)
+    compare(params, whole, 0.0, "files and merge_lora")
     base = transformers.AutoModelForCausalLM.from_pretrained(pair.directory)
     with torch.no_grad():
-        expected = models.of(config).logits(config, ya.materialize(lazy), tokens)
-        torch.testing.assert_close(merged(tokens).logits, expected, atol=2e-5, rtol=0.0)
+        expected = models.of(config).logits(config, params, tokens)
+        torch.testing.assert_close(merged.eval()(tokens).logits, expected, atol=2e-5, rtol=0.0)
+        torch.testing.assert_close(on_ranks, expected, atol=1e-4, rtol=1e-4)
+        assert (pair.theirs(tokens).logits - expected).abs().max() > 0.1, "they do something"
+        if not alone:
+            return
         apart = peft.PeftModel.from_pretrained(base, tmp_path / "adapters").eval()
         torch.testing.assert_close(apart(tokens).logits, expected, atol=5e-5, rtol=0.0)
-        assert (pair.theirs(tokens).logits - expected).abs().max() > 0.1, "they do something"
     assert sum("lora_B" in name for name, _ in apart.named_parameters()) == 3 * len(
         apart.peft_config["default"].target_modules
     )

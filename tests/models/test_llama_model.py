@@ -10,7 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
-from tests.models.theirs import SHAPES, TINY, Pair, draw
+from tests.models.theirs import TINY, draw
 
 
 def doubled(params: llama.Llama) -> llama.Llama:
@@ -20,27 +20,6 @@ def doubled(params: llama.Llama) -> llama.Llama:
 
 def made(config: llama.Config = TINY) -> llama.Llama:
     return ya.materialize(llama.params(config), seed=0)
-
-
-def next_tokens(tokens: Tensor) -> Tensor:
-    """Targets [B, S], some of them not to count, the last one unknown."""
-    targets = torch.cat([tokens[:, 1:], torch.full_like(tokens[:, :1], -100)], 1)
-    targets[:, 5:20] = -100
-    return targets
-
-
-@pytest.mark.parametrize("pair", SHAPES, indirect=True)
-def test_decoding_equals_the_whole_sequence(pair: Pair, tokens: Tensor) -> None:
-    config, params = pair.ours()
-    params = doubled(params)
-    tokens = torch.cat([tokens[:, :48], tokens[:, 48:96]])  # [2, 48]
-    expected = llama.logits(config, params, tokens)
-    cache = llama.init_cache(config, 2, 64, torch.float64)
-    pieces = [slice(0, 17), slice(17, 18), slice(18, 30), *(slice(i, i + 1) for i in range(30, 48))]
-    got = [llama.decode(config, params, tokens[:, piece], cache, piece.start) for piece in pieces]
-    torch.testing.assert_close(torch.cat(got, 1), expected, atol=1e-6, rtol=1e-6)  # angles are fp32 in any dtype
-    assert cache.k.shape == (config.layers, 2, config.kv_heads, 64, config.head_dim)
-    assert cache.k[:, :, :, :48].abs().amin(-1).min() > 0 and not cache.k[:, :, :, 48:].any()
 
 
 def test_decoding_overwrites_a_used_cache() -> None:
@@ -88,17 +67,6 @@ def test_a_block_alone_makes_the_table_of_the_first_positions() -> None:
     # only differences of positions matter, up to the rounding of angles, which are fp32
     torch.testing.assert_close(shifted, alone, atol=1e-6, rtol=1e-6)
     assert not torch.equal(shifted[1], alone[1])
-
-
-def test_loss_is_the_sample_of_the_module_docstring() -> None:
-    params = doubled(made())
-    tokens = draw(2, 16, seed=4, most=TINY.vocab)
-    x = ya.apply(llama.embed, params.embed, tokens)
-    x, ys = ya.scan(llama.block(TINY), x, params.layers)
-    by_hand = ya.apply(llama.head_loss(TINY), params.head, x, next_tokens(tokens))
-    whole = llama.loss(TINY)(params, {"tokens": tokens, "targets": next_tokens(tokens)})
-    assert ys is None and by_hand.weight == whole.weight
-    torch.testing.assert_close(by_hand.total, whole.total, atol=0.0, rtol=1e-12)
 
 
 def test_chunks_that_do_not_divide_the_batch_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""The same functions on a sharded state: the numbers of the plain tree, at one rank to the bit, and files of it."""
+"""A sharded Llama: its pinned norms, and files, which are read and written a layer at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import compare
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import Pools
 from tests.models.theirs import draw, with_targets
 
 # odd sizes: no leaf is divisible by a number of ranks
@@ -26,35 +26,6 @@ TX = ya.optim.adamw(1e-2)
 def batch() -> dict[str, torch.Tensor]:
     """The same on all ranks."""
     return with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))
-
-
-def decoded(config: llama.Config, params: Any) -> list[torch.Tensor]:
-    """The scores of pieces of a text, by a cache."""
-    cache = llama.init_cache(config, 2, 16)
-    tokens = batch()["tokens"]
-    return [llama.decode(config, params, tokens[:, a:b], cache, a) for a, b in ((0, 7), (7, 8), (8, 12))]
-
-
-@pytest.mark.sampled
-@on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("config", "pin_norms"), [(CONFIG, False), (TIED, False), (CONFIG, True)], ids=["untied", "tied", "pinned"]
-)
-def test_sharded_equals_plain(mesh: Any, config: llama.Config, pin_norms: bool) -> None:
-    """One rank's part: reading, decoding and three steps, against the plain tree."""
-    plain = ya.PlainState.create(llama.params(config), TX, seed=0)
-    state = ya.init(llama.params(config, pin_norms=pin_norms), TX, mesh=mesh, seed=0)
-    tokens = batch()["tokens"]
-    assert torch.equal(llama.logits(config, state.params, tokens), llama.logits(config, plain.params, tokens))
-    for got, expected in zip(decoded(config, state.params), decoded(config, plain.params), strict=True):
-        assert torch.equal(got, expected)
-    step = ya.train_step(llama.loss(config), TX)
-    for _ in range(3):
-        state, got = step(state, batch())
-        plain, expected = step(plain, batch())
-        torch.testing.assert_close(got["loss"], expected["loss"], atol=0.0, rtol=1e-6)
-    for a, b in zip(optree.tree_leaves(ya.unshard(state)), optree.tree_leaves(plain.params), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-5, rtol=0.0)
 
 
 def test_pinned_norms_are_one_unit() -> None:

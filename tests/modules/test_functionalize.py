@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import optree
@@ -569,6 +570,50 @@ def test_a_layer_that_keeps_something_is_refused(
         ya.value_and_grad(squares(model))(whole, tokens_of(0))
 
 
+def counts(model: Any) -> None:
+    model.seen += 1
+
+
+def averages(model: Any) -> None:
+    model.mean = 0.5 * model.mean + 1.0
+
+
+def counts_in_a_buffer(model: Any) -> None:
+    model.layers[0].shift.add_(1.0)
+
+
+def notes(model: Any) -> None:
+    model.note, model.scale, model.new = torch.ones(2), 2.0 / 4, 3
+
+
+class Writing(Model):
+    def __init__(self, write: Callable[[Any], None]) -> None:
+        super().__init__()
+        self.write, self.seen, self.mean, self.note, self.scale = write, 0, torch.zeros(()), None, 0.5
+
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        self.write(self)
+        return super().forward(tokens, **how)
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize(
+    ("write", "message"),
+    [
+        (counts, "the module writes to its seen while it runs"),
+        (averages, "the module writes to its mean while it runs"),
+        (counts_in_a_buffer, "layers.0 writes to its shift while it runs"),
+        (notes, None),
+    ],
+)
+def test_what_a_module_around_the_layers_counts_is_refused(mesh: Any, write: Any, message: str | None) -> None:
+    torch.manual_seed(0)
+    params, model = ya.functionalize(Writing(write), "layers")
+    for whole in (ya.materialize(params), ya.shard(params, None, mesh=mesh).params):
+        with nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
+            ya.value_and_grad(squares(model))(whole, tokens_of(0))
+
+
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
     params, model = functional()
     state = on_one_rank(params)
@@ -589,24 +634,30 @@ def test_a_weight_that_is_used_elsewhere_is_named(monkeypatch: pytest.MonkeyPatc
         model(ya.materialize(params), tokens_of(0))
 
 
-HOOKS: list[tuple[str, Callable[[nn.Module], Any]]] = [
-    ("was given a hook while", lambda m: m.register_forward_pre_hook(lambda *_: None)),
-    ("was given a hook while", lambda m: m.register_full_backward_hook(lambda *_: None)),
-    ("was given a hook while", lambda m: m.register_forward_hook(lambda *_, **__: None, with_kwargs=True)),
-    ("a hook returns another output", lambda m: m.register_forward_hook(lambda module, args, output: output + 1)),
+HOOKS: list[tuple[str, bool, Callable[[nn.Module], Any]]] = [
+    ("was given a hook while", False, lambda m: m.register_forward_pre_hook(lambda *_: None)),
+    ("was given a hook while", False, lambda m: m.register_full_backward_hook(lambda *_: None)),
+    ("was given a hook while", False, lambda m: m.register_forward_hook(lambda *_, **__: None, with_kwargs=True)),
+    ("a hook returns another", False, lambda m: m.register_forward_hook(lambda module, args, output: output + 1)),
+    ("was given a hook while the model ran", True, lambda m: m.register_forward_hook(lambda *_: None)),
 ]
+"""What is said, whether the hook comes after its visit, and the hook."""
 
 
-@pytest.mark.parametrize(("message", "register"), HOOKS)
+@pytest.mark.parametrize(("message", "after", "register"), HOOKS)
 def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_stay(
-    message: str, register: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
+    message: str, after: bool, register: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, model = functional()
     plain, forward = ya.materialize(params), Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
-        register(self.layers[1].up)
-        return forward(self, tokens)
+        if not after:
+            register(self.layers[1].up)
+        out = forward(self, tokens)
+        if after:
+            register(self.layers[1].up)
+        return out
 
     before = model(plain, tokens_of(0))
     monkeypatch.setattr(Model, "forward", hooks)
@@ -614,20 +665,6 @@ def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_s
         model(plain, tokens_of(0))
     monkeypatch.setattr(Model, "forward", forward)
     compare(model(plain, tokens_of(0)), before, 0, "the next call")
-
-
-def test_a_hook_that_comes_after_its_visit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    params, model = functional()
-    forward = Model.forward
-
-    def hooks(self: Any, tokens: Tensor) -> Tensor:
-        out = forward(self, tokens)
-        self.layers[1].up.register_forward_hook(lambda *_: None)
-        return out
-
-    monkeypatch.setattr(Model, "forward", hooks)
-    with pytest.raises(RuntimeError, match=r"layers.1.up was given a hook while the model ran"):
-        model(ya.materialize(params), tokens_of(0))
 
 
 @pytest.mark.parametrize("sharded", [False, True])

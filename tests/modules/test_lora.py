@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,9 @@ from torch import Tensor
 import yafsdp_fn as ya
 from benchmarks.counting import tensor_peak
 from models import llama
-from tests.harness.small import L, batch, loss, model, one_rank, param
+from tests.harness.oracle import check_steps
+from tests.harness.pool import on_ranks
+from tests.harness.small import L, batch, batches, loss, model, one_rank, param
 from tests.models.theirs import draw
 from yafsdp_fn.nn import linear
 from yafsdp_fn.params.tree import named_leaves
@@ -66,6 +69,16 @@ def test_stored_in_a_dtype_of_their_own() -> None:
         ("layers.frozen(int8)", ("layers.up.int8",), False, torch.int8),
         ("layers", ("layers.up.a", "layers.up.b"), True, None),
     ]
+
+
+@on_ranks(1, 2)
+def test_a_base_in_float64_has_adapters_in_it(mesh: Any) -> None:
+    """A plain tree has them as they are described, and could not be computed with."""
+    double = optree.tree_map(lambda p: dataclasses.replace(p, dtype=torch.float64), model())
+    state = ya.init(ya.lora(double, 2), TX, mesh=mesh, precision=ya.Precision(torch.float64))
+    alone = ya.PlainState.create(ya.lora(double, 2), TX)
+    steps = (ya.train_step(loss, TX), state), (ya.train_step(loss, TX), alone)
+    check_steps(*steps, batches(mesh, 3), 1e-12)
 
 
 def test_a_unit_outside_of_stacks_stays_one_entry() -> None:

@@ -1,4 +1,4 @@
-"""Adapters on ranks: exact beside the loop on merged weights, second stacks, unfreezing, and files for transformers."""
+"""Adapters on ranks: exact beside the loop on merged weights, second stacks, unfreezing."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ import torch.nn.functional as F_
 from torch import Tensor
 
 import yafsdp_fn as ya
-from models import llama
 from tests.harness.oracle import TOLERANCE, batch_of, compare, global_batch, relative
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.problems import CLIPPED as TX
 from tests.harness.problems import Batch, Head, Layer, Params, base_params, block, embed, masked_loss
-from tests.models.theirs import draw, their_model
 from yafsdp_fn.params.tree import named_leaves
 from yafsdp_fn.schedules import Program
 
@@ -234,42 +232,3 @@ def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -
     last = leaves(state.params)
     assert torch.equal(last["embed"], trained["embed"].to(compute)) and state.step == 6
     assert not torch.equal(last["layers.up.a"], trained["layers.up.a"])
-
-
-# ---- files
-
-
-def tuned(mesh: Any, source: Path, target: Path, dtype: torch.dtype | None) -> tuple[Tensor, Any]:
-    """Trains adapters on a model of transformers, and saves it merged. Its logits here, and the merged tensors."""
-    config, lazy = llama.hf.load(source)
-    everywhere = matrices if not config.tied else None
-    tree = ya.lora(lazy, 4, everywhere, alpha=8, dtype=dtype)
-    tx = ya.optim.adamw(1e-2)
-    state = ya.shard(tree, tx, mesh=mesh)
-    step = ya.train_step(llama.loss(config), tx)
-    tokens = draw(2, 33, seed=mesh.get_rank())
-    for _ in range(3):
-        state, _ = step(state, {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]})
-    llama.hf.save(target, config, state.params, max_shard_bytes=200_000)
-    return llama.logits(config, state.params, sample()), ya.merge_lora(state)
-
-
-def sample() -> Tensor:
-    return draw(1, 64)
-
-
-@pytest.mark.parametrize(("shape", "dtype"), [("gqa", None), ("tied", torch.int8)])
-def test_transformers_reads_the_merged_model(
-    pools: Pools, tmp_path: Path, shape: str, dtype: torch.dtype | None
-) -> None:
-    transformers = pytest.importorskip("transformers", reason="compares with transformers")
-    theirs = their_model(shape)
-    theirs.save_pretrained(tmp_path / "base")
-    logits, merged = pools[2].run(tuned, tmp_path / "base", tmp_path / "merged", dtype)[0]
-    again, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(info.values()), info
-    compare(ya.materialize(llama.hf.load(tmp_path / "merged")[1]), merged, 0.0, "files and merge_lora")
-    with torch.no_grad():
-        found, before = again.eval()(sample()).logits, theirs(sample()).logits
-    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
-    assert (found - before).abs().max() > 0.1, "trained"

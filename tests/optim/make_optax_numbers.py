@@ -81,14 +81,12 @@ class Case(NamedTuple):
     """make: the transformation, from Optax's names; shapes: of the leaves; apart: see `tree`
 
     read: `(o, state, params)` -> what is compared in the place of the parameters
-    edit: `(state, step)`: changes the state before that step
     """
 
     make: Callable[[Any], Any]
     shapes: dict[str, tuple[int, ...]] = SMALL
     apart: bool = False
     read: Callable[[Any, Any, Any], Any] = lambda o, state, params: params
-    edit: Callable[[Any, int], None] = lambda state, step: None
 
 
 MATRICES = {"matrix": True, "stack": True, "vector": False}
@@ -97,11 +95,6 @@ LABELS = {"matrix": "adam", "stack": "sgd", "vector": "adam"}
 
 def ramp(o: Any) -> Any:
     return o.warmup_cosine_decay_schedule(0.001, 0.02, 4, 16, 0.002)
-
-
-def smaller_rate(state: Any, step: int) -> None:
-    if step in (4, 11):
-        state.hyperparams["learning_rate"] = state.hyperparams["learning_rate"] * 0.25
 
 
 def evaluated(o: Any, state: Any, params: Any) -> Any:
@@ -143,14 +136,8 @@ CASES: dict[str, Case] = {
     "schedule_free": Case(
         lambda o: o.schedule_free(o.sgd(ramp(o), momentum=0.5), ramp(o), b1=0.8, weight_lr_power=1.0)
     ),
-    "inject": Case(lambda o: o.inject_hyperparams(o.adamw)(learning_rate=0.01, b2=0.95, weight_decay=0.1)),
-    "inject at a rate": Case(lambda o: o.inject_hyperparams(o.adamw)(ramp(o), b1=o.linear_schedule(0.5, 0.9, 10))),
     "clip": Case(lambda o: o.chain(o.clip(0.3), o.sgd(0.1))),
     "rmsprop": Case(lambda o: o.rmsprop(0.01)),
-    "exponential rate": Case(lambda o: o.sgd(o.exponential_decay(0.1, 4, 0.7, 3, end_value=0.03))),
-    "exponential stairs, rate": Case(lambda o: o.sgd(o.exponential_decay(0.01, 4, 1.5, staircase=True))),
-    "piecewise rate": Case(lambda o: o.sgd(o.piecewise_constant_schedule(0.1, {12: 3.0, 5: 0.25}))),
-    "inject changed": Case(lambda o: o.inject_hyperparams(o.sgd)(0.1, momentum=0.9), edit=smaller_rate),
     # over rows, columns, whole leaves
     "muon": Case(lambda o: o.muon(0.02)),
     "muon, layers apart": Case(lambda o: o.muon(0.02), apart=True),
@@ -194,7 +181,6 @@ def run(case: Case, dtype: str) -> dict[str, dict[str, list[float]]]:
     params = given(tree(0, case.shapes, case.apart))
     state, update = tx.init(params), jax.jit(tx.update)
     for step in range(1, STEPS + 1):
-        case.edit(state, step)
         updates, state = update(given(gradients(step, case.shapes, case.apart)), state, params)
         params = o.apply_updates(params, updates)
         assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(params))

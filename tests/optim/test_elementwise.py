@@ -32,8 +32,7 @@ TXS: dict[str, Any] = {
         optim.clip_by_global_norm(0.5), optim.contrib.schedule_free_adamw(0.05, 2, weight_decay=0.1)
     ),
     "schedule_free": optim.contrib.schedule_free(optim.sgd(WARM, momentum=0.5), WARM),
-    "inject_hyperparams": optim.contrib.inject_hyperparams(optim.adamw)(ramp, b2=0.9, weight_decay=0.1),
-    "one in another": optim.contrib.schedule_free(optim.contrib.inject_hyperparams(optim.lion)(WARM), WARM),
+    "one in another": optim.contrib.schedule_free(optim.lion(WARM), WARM),
 }
 WHOLE: dict[str, Any] = {
     "schedule_free, clipped": optim.contrib.schedule_free(
@@ -53,11 +52,7 @@ def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bit
     trains_as_plain(mesh, (TXS | WHOLE)[name], inside=name in TXS, **how)
 
 
-READS = ("inject_hyperparams", "one in another")
-"""Those of which the host reads a number in each step: the ranges of rates."""
-
-
-@pytest.mark.parametrize("name", [name for name in TXS | WHOLE if name not in READS])
+@pytest.mark.parametrize("name", TXS | WHOLE)
 def test_the_host_reads_nothing(name: str) -> None:
     tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
     state, found_inf = tx.init(params), torch.zeros(())

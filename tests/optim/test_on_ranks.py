@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -11,10 +12,10 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.oracle import compare
+from tests.harness.oracle import compare, plain
 from tests.harness.pool import Pool, on_ranks
-from tests.harness.small import batch, loss, model
-from tests.optim.trees import F64, trains_as_momentum, trains_as_plain
+from tests.harness.small import batch, batches, loss, model
+from tests.optim.trees import F64, trains_as_plain
 from yafsdp_fn import optim
 from yafsdp_fn.optim import scaling
 
@@ -70,13 +71,39 @@ def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Po
 RATE = scaling.warmup_linear_decay_schedule(0.03, 0.1, 2, 7, 0.001)
 
 
-@pytest.mark.sampled
-@pytest.mark.parametrize("injected", [False, True])
+def trains_as_momentum(mesh: Any, tx: Any, step_of: Callable[[int, Any], Any], rate: Callable[[int], float]) -> None:
+    """Steps are those of SGD with momentum 0.9, by hand, at the rate of each. step_of: of a number and a state"""
+    state = ya.init(model(), tx, mesh=mesh, precision=F64)
+    expected = optree.tree_map(torch.Tensor.double, plain(model()))
+    trace = optree.tree_map(torch.zeros_like, expected)
+    for number, (mine, everything) in enumerate(batches(mesh, STEPS)):
+        state, _ = step_of(number, state)(state, mine)
+        now = rate(number)
+        trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, ya.grad(loss)(expected, everything))
+        expected = optree.tree_map(lambda p, t, now=now: p - now * t, expected, trace)
+    compare(state, expected, 1e-13, "parameters")
+
+
 @on_ranks(1, 2, 3)
-def test_rates_are_those_of_the_host_in_float64(mesh: Any, injected: bool) -> None:
+def test_rates_are_those_of_the_host_in_float64(mesh: Any) -> None:
     """SGD at a rate of the library, against a loop that takes the rate of each count from the host."""
-    make = optim.contrib.inject_hyperparams(optim.sgd) if injected else optim.sgd
-    trains_as_momentum(mesh, make(RATE, momentum=0.9), RATE, 1e-13)
+    tx = optim.sgd(RATE, momentum=0.9)
+    step = ya.train_step(loss, tx)
+    trains_as_momentum(mesh, tx, lambda number, state: step, RATE)
+
+
+BY_HAND = [0.5, 0.5, 0.01, 0.2, 0.2]
+
+
+@on_ranks(2)
+def test_a_rate_may_be_changed_by_hand(mesh: Any) -> None:
+    """Another step with another rate, on the same state and by its program, against SGD at these rates."""
+
+    def step_of(number: int, state: Any) -> Any:
+        schedule = state.program or ya.schedules.zero3()
+        return ya.train_step(loss, optim.sgd(BY_HAND[number], momentum=0.9), schedule=schedule)
+
+    trains_as_momentum(mesh, optim.sgd(BY_HAND[0], momentum=0.9), step_of, BY_HAND.__getitem__)
 
 
 # ---- what is refused, on every number of ranks alike

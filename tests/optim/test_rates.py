@@ -26,21 +26,6 @@ CASES: dict[str, tuple[optim.Rate, Callable[[int], float]]] = {
         optim.cosine_decay_schedule(2.0, 100, alpha=0.1, exponent=1.5),
         lambda n: 2.0 * (0.9 * cosine(min(n, 100) / 100) ** 1.5 + 0.1),
     ),
-    "exponential": (optim.exponential_decay(0.3, 20, 0.5, 10), lambda n: 0.3 * 0.5 ** (max(n - 10, 0) / 20)),
-    "exponential_stairs": (
-        optim.exponential_decay(0.3, 20, 1.1, staircase=True, end_value=0.4),
-        lambda n: min(0.3 * 1.1 ** (n // 20), 0.4),
-    ),
-    "exponential_ends": (
-        optim.exponential_decay(0.3, 9, 0.9, -5, end_value=0.1),
-        lambda n: max(0.3 * 0.9 ** (n / 9), 0.1),
-    ),
-    "exponential_without_steps": (optim.exponential_decay(0.3, 0, 0.5), lambda n: 0.3),
-    "piecewise": (
-        optim.piecewise_constant_schedule(2.0, {100: 0.1, 10: 0.5}),
-        lambda n: 2.0 * (0.5 if n >= 10 else 1) * (0.1 if n >= 100 else 1),
-    ),
-    "piecewise_without_pieces": (optim.piecewise_constant_schedule(2.0), lambda n: 2.0),
     "join": (
         optim.join_schedules(
             [optim.constant_schedule(1.0), optim.linear_schedule(2.0, 3.0, 5), optim.constant_schedule(7.0)], [10, 100]
@@ -115,10 +100,3 @@ def test_bad_arguments() -> None:
         optim.join_schedules([optim.constant_schedule(1.0)] * 3, [5, 3])
     with pytest.raises(ValueError, match="2 schedules need 1 rising boundaries"):
         optim.join_schedules([optim.constant_schedule(1.0)] * 2, [])
-
-
-def test_bad_scales() -> None:
-    with pytest.raises(ValueError, match=r"scales must not be negative, got \{5: -0.1\}"):
-        optim.piecewise_constant_schedule(1.0, {3: 0.1, 5: -0.1})
-    with pytest.raises(ValueError, match="decay_rate must not be negative, got -1"):
-        optim.exponential_decay(1.0, 5, -1.0)

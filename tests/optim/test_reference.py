@@ -48,7 +48,6 @@ def like_optax(case: Case, dtype: torch.dtype, in_place: bool) -> dict[str, Any]
     tx, params, shown = case.make(ALL), tensors(tree(0, case.shapes, case.apart)), {}
     state = tx.init(params)
     for step in range(1, SHOWN[-1] + 1):
-        case.edit(state, step)
         grads = tensors(gradients(step, case.shapes, case.apart))
         if in_place:
             state = optim.step_(tx, params, grads, state)

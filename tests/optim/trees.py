@@ -96,30 +96,6 @@ def trains_as_plain(
         compare(states[1], states[0], 0.0, "parameters, inside of the program")
 
 
-def trains_as_momentum(
-    mesh: Any,
-    tx: Any,
-    rate: Callable[[int], float],
-    tolerance: float,
-    before: Callable[[Any, Any], None] = lambda state, step: None,
-    update: bool = False,
-) -> None:
-    """Five steps are those of SGD with momentum 0.9, by hand, at the rate of each. before: of each step, is given the
-    state and the step function"""
-    state = ya.init(small.model(), tx, mesh=mesh, precision=F64)
-    step = ya.train_step(small.loss, tx, schedule=ya.schedules.zero3(update=update))
-    expected = optree.tree_map(Tensor.double, plain(small.model()))
-    trace = optree.tree_map(torch.zeros_like, expected)
-    for number, (mine, everything) in enumerate(small.batches(mesh, 5)):
-        before(state, step)
-        state, _ = step(state, mine)
-        now = rate(number)
-        grads = ya.grad(small.loss)(expected, everything)
-        trace = optree.tree_map(lambda t, g: 0.9 * t + g, trace, grads)
-        expected = optree.tree_map(lambda p, t, now=now: p - now * t, expected, trace)
-    compare(state, expected, tolerance, "parameters")
-
-
 def matrices(path: str, param: Any) -> bool:
     return path == "layers.weight"
 

@@ -94,7 +94,7 @@ def test_the_dtype_of_frozen_is_the_innermost() -> None:
 def test_roots_of_every_kind(tree: Any, names: list[str]) -> None:
     layout, leaves = tree_layout(tree)
     assert [entry.name for entry in layout.entries] == names
-    assert [entry.leaf_count for entry in layout.entries] == [len(found) for found in leaves]
+    assert [entry.spec.num_leaves for entry in layout.entries] == [len(found) for found in leaves]
     rebuilt = optree.tree_unflatten(layout.container, [f"<{name}>" for name in names])
     assert optree.tree_leaves(rebuilt) == [f"<{name}>" for name in names]
     assert type(rebuilt) is (str if names == [""] else type(tree))

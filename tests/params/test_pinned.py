@@ -1,6 +1,7 @@
 """Pinned leaves: one unit for all layers of a stack, gathered once per step; else as if nothing were marked.
 
-Values and gradients of the problem "pinned" are compared with the plain loop in tests/steps/test_exact_gradients.py.
+Values and gradients of the problem "pinned" are compared with the plain loop in tests/steps/test_exact_gradients.py;
+checkpoints are in tests/checkpoint/test_resharding.py.
 """
 
 from __future__ import annotations

@@ -17,19 +17,17 @@ from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.pipelines.messages import SPAN, UNIT, times, with_messages
 from yafsdp_fn.pipelines.orders import FACTORIES
-from yafsdp_fn.proof.deadlock import all_end
+from yafsdp_fn.proof.stages import all_end
 from yafsdp_fn.schedules import (
     Backward,
     Call,
     Flow,
     Forward,
     Gather,
-    Norm,
     Program,
     Receive,
     Reduce,
     Refused,
-    Send,
     Split,
     Trace,
     fsdp2,
@@ -41,7 +39,6 @@ from yafsdp_fn.schedules import (
     zero1,
     zero2,
     zero3,
-    zero_bubble,
 )
 
 
@@ -191,23 +188,6 @@ def test_what_sharding_decides_on_a_stage() -> None:
     assert all(gathers > n for (gathers, _), n in zip(regathered, units, strict=True))
 
 
-def test_halves_write_gradients_once_and_read_weights_once() -> None:
-    trace = cut(model(4, 2), (0, 1))
-    for program in zero_bubble(zero3())(trace).by_stage:
-        for op in program.ops:
-            if isinstance(op, Backward):
-                visit = trace.visits[op.visit]
-                assert len(op.slots) == len(visit.units) * (op.half != "weights")
-                assert len(op.grad_slots) == len(visit.trained) * (op.half != "inputs")
-
-
-def test_the_norm_and_updates_are_of_all_stages() -> None:
-    trace = cut(on(model(4, 2), "ranks", "after norm"), (0, 1))
-    pipeline = verify(one_f_one_b(zero2(update=True))(trace))
-    assert pipeline.has_updates
-    assert [sum(isinstance(op, Norm) for op in program.ops) for program in pipeline.by_stage] == [1, 1]
-
-
 @pytest.mark.parametrize("stages", [nightly(2), 3, nightly(4)])
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_pipeline_ends_though_hosts_wait_for_their_devices(order: str, stages: int) -> None:
@@ -242,12 +222,6 @@ def test_messages_are_a_call_ahead_and_slots_are_few() -> None:
             computes += 1
     sizes = set(program.carry_slot_bytes().values())
     assert sizes == {64, 32}  # values and gradients are in different slots
-
-
-def test_segments_of_one_stage_hand_over_without_messages() -> None:
-    pipeline = verify(FACTORIES["v_shaped"]()(cut(model(6, 4), homes("v_shaped", 2))))
-    crossing = {op.flow for program in pipeline.by_stage for op in program.ops if isinstance(op, Send)}
-    assert crossing == {0, 2}  # segments 1 and 2 are both on stage 1
 
 
 # ---- what does not fit
@@ -287,12 +261,6 @@ def test_bad_arguments() -> None:
 
 def rows(*given: str) -> list[list[Call]]:
     return [[Call(KINDS[word[1]], int(word[0]), int(word[2:])) for word in row.split()] for row in given]
-
-
-def test_an_order_of_ones_own() -> None:
-    trace = cut(model(4, 2), (0, 1))
-    mine = rows("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0")
-    assert right(verify(staged(lambda split, microbatches: mine, zero1())(trace)))
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_a_plan_that_does_not_fit_is_a_plan() -> None:
     [
         ({"cluster": "a100-80"}, "did you mean a100-80g"),
         ({"ranks": 18}, "take 16 or 20"),
-        ({"ranks": 16, "replicate": 3}, "replicate=3 does not divide 16 ranks"),
+        ({"ranks": 16, "replicate": 3}, r"mesh\(replicate=3, shard=-1\): the job has 16 ranks, not a multiple of 3"),
         ({"ranks": 16, "replicate": 2, "local": 16}, "local=16"),
         ({"schedule": hsdp()}, "has no replicas"),
         ({"schedule": lambda _: zero3()(traced(8))}, "mesh: it has shard=8, here it is shard=16"),
@@ -298,7 +298,7 @@ def test_a_plan_over_axes() -> None:
     staged = plan(*where, ranks=32, stages=2, schedule=one_f_one_b(), **given)
     assert staged.tokens == made.tokens
     assert staged.program.trace.mesh[0] == ("stage", 2)
-    with pytest.raises(ValueError, match="tensor=3 does not divide 16 ranks"):
+    with pytest.raises(ValueError, match=r"mesh\(shard=-1, tensor=3\): the job has 16 ranks, not a multiple of 3"):
         plan(*where, tx=TX, ranks=16, cluster=SLOW, tensor=3)
     with pytest.raises(ValueError, match=r"axes inside blocks \{'context': 2, 'tensor': 2\}, and they cannot change"):
         made.program.trace.on((("shard", 8), ("tensor", 2)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -37,8 +36,7 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.proof.form import check_form
-from yafsdp_fn.runtime.execute import Session
-from yafsdp_fn.runtime.works import WORKS, fills_of
+from yafsdp_fn.runtime.works import WORKS
 from yafsdp_fn.schedules import Program, Refused, one_f_one_b, verify
 
 WHOLE = cut(on(trace_of([unit(0, "a"), unit(1, "b")], [[0], [1]]), "nodes", "after norm"), (0, 1))
@@ -109,17 +107,8 @@ class Copied(NamedTuple):
     slots: FillsWeights
 
 
-def test_what_is_copied_between_slots_is_as_old_as_it_was() -> None:
-    """Only what reads no slot fills one with the newest weights."""
+def test_annotations_say_which_slots_an_op_reads_and_fills() -> None:
     op: Any = Copied((3, 4), (7, 8), (1, 2))
-    assert fills_of(op) == ((3, 1, 7), (4, 2, 8))
-    assert fills_of(Gather((3, 4), (1, 2))) == ((3, 1, None), (4, 2, None))
-    assert fills_of(Stash((3,), (1,))) == fills_of(Backward(0, (1,), (1,))) == ()
     assert TRACE.weights_of(op) == ((3, 7), (4, 8))
-    assert filled(op) == ((3, 1), (4, 2))
-    slots = SimpleNamespace(
-        prepared={(Copied, op): SimpleNamespace(fills=fills_of(op), work=None, stream="gather")}, contents={}
-    )
-    slots.contents |= {7: (3, 0), 8: (4, 5)}
-    Session.issue(SimpleNamespace(observer=None, slots=slots), op)
-    assert slots.contents == {7: (3, 0), 8: (4, 5), 1: (3, 0), 2: (4, 5)}
+    assert filled(op) == filled(Gather((3, 4), (1, 2))) == ((3, 1), (4, 2))
+    assert filled(Stash((3,), (1,))) == filled(Backward(0, (1,), (1,))) == ()

@@ -7,26 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.program.traces import model
-from yafsdp_fn.schedules import Compute, Visit, chained_order
-
-
-def test_two_visits_two_microbatches() -> None:
-    visits = (Visit(0, "a", (0,), (0,)), Visit(1, "b", (1, 0), (1, 0)))
-    # unit 0 is used by both visits: its gradient is complete after the backward of the first
-    assert chained_order(visits, 2) == (
-        *(Compute("forward", 0, 0), Compute("forward", 1, 0)),
-        *(Compute("backward", 1, 0, (1,)), Compute("backward", 0, 0, (0,))),
-        *(Compute("forward", 0, 1), Compute("forward", 1, 1)),
-        *(Compute("backward", 1, 1, (1,)), Compute("backward", 0, 1, (0,))),
-    )
+from yafsdp_fn.schedules import Visit, chained_order
 
 
 def test_frozen_units_close_nothing() -> None:
     assert chained_order((Visit(0, "a", (0, 1), (1,)),), 1)[-1].closes == (1,)
-
-
-def test_forward_only() -> None:
-    assert {compute.kind for compute in model(2, backward=False).order} == {"forward"}
 
 
 @given(

@@ -9,18 +9,15 @@ import pytest
 
 from tests.program.traces import cut, model, trace_of, unit
 from tests.proof import test_stages, test_verify
-from tests.proof.listed import begin, drop, put, replace
+from tests.proof.listed import begin, drop
 from tests.proof.test_stages import edited, index, of_spare, sent_last
-from tests.proof.test_verify import OFFLOADED, PLAIN, STAGE, WHOLE, moved
+from tests.proof.test_verify import PLAIN, WHOLE, moved
 from yafsdp_fn.proof.verify import RULES
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
-    Forward,
     Gather,
-    Norm,
     Program,
-    Reduce,
     Refused,
     Send,
     one_f_one_b,
@@ -53,23 +50,14 @@ def without_a_backward() -> Program:
 
 
 WRONG: dict[str, Program] = {
+    **{rule: rows[0][0](program) for rule, (program, rows) in test_verify.REFUSED.items()},
     "form": begin(Gather((7,), (0,)))(PLAIN),
-    "order": drop("backward embed", "reduce embed")(PLAIN),
-    "weights": drop("gather a[2]")(PLAIN),
     "carry": drop("gather a[0] ->")(WHOLE),
-    "secondary": drop("stash a[0]")(WHOLE),
     "graph": moved(PLAIN),
-    "offload": drop("offload a[0]")(OFFLOADED),
-    "flow": drop("send segment 0 -> 1 (microbatch 0)")(STAGE),
     "gradient": drop("reduce a[2]")(PLAIN),
-    "early": replace("forward head", Forward(4, (3,), False, early=(3,)))(PLAIN),
-    "reduce": put(Reduce((1,), (0,)), "reduce a[2]")(PLAIN),
     "ordered": zero1()(trace_of([unit(0, "a")], [[0], [0]], 2)._replace(ordered=True)),
     "once": drop("reduce a[0]")(PLAIN),
-    "replicas": put(AllReduce((4,)), "backward a[2]")(WHOLE),
     "shared": half_shared(),
-    "update": drop("update head")(WHOLE),
-    "norm": replace("norm of", Norm((0, 1, 2, 3)))(WHOLE),
     "stages": Program(test_stages.PLAIN.trace, *test_stages.PLAIN.stages[:1]),
     "calls": without_a_backward(),
     "match": overtaken(),

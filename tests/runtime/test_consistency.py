@@ -27,11 +27,6 @@ def scheduled(peak: float = 3e-4, clip: float = 1.0, decay: float = 0.1, steps: 
     return o.chain(o.clip_by_global_norm(clip), o.adamw(rate, weight_decay=decay, mask=mask))
 
 
-def injected(rate: float = 1e-3, steps: int = 100) -> Any:
-    schedule = o.cosine_decay_schedule(rate, steps)
-    return o.contrib.inject_hyperparams(o.adamw)(learning_rate=schedule, weight_decay=torch.tensor(0.1))
-
-
 def foreign(scale: float = 1.0, device: str = "cuda:0", path: str = "/data/a", seed: int = 0) -> Any:
     """A pair of functions that close over a tensor, names of a device and of a file, and an object."""
     noise, box = torch.randn(3, generator=torch.Generator().manual_seed(seed)), object()
@@ -42,14 +37,13 @@ def ours(scale: float = 1.0) -> Any:
     return o.chain(o.partition({"a": o.muon(0.1 * scale), "b": o.sgd(0.1)}, lambda path, p: "ab"[len(p.shape) % 2]))
 
 
-SAME: list[Callable[..., Any]] = [scheduled, injected, foreign, ours, lambda: o.contrib.schedule_free(o.lion(1e-3), 4)]
+SAME: list[Callable[..., Any]] = [scheduled, foreign, ours, lambda: o.contrib.schedule_free(o.lion(1e-3), 4)]
 OTHERS: list[tuple[Any, Any]] = [
     *((scheduled(), scheduled(**{name: 3})) for name in ("peak", "clip", "decay", "least")),
     (scheduled(), scheduled(steps=200)),
     (o.sgd(0.1), o.adamw(0.1)),
     (o.sgd(0.1), o.sgd(0.1, momentum=0.9)),
     (o.sgd(0.1), o.chain(o.sgd(0.1), o.scale(1.0))),
-    (injected(), injected(steps=200)),
     (foreign(), foreign(scale=2.0)),
     (ours(), ours(2.0)),
     (o.contrib.schedule_free(o.lion(1e-3), 4), o.contrib.schedule_free(o.lion(1e-3), 5)),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
+from tests.harness.small import batch, loss, model
 from yafsdp_fn.runtime.reductions import as_mean, combine
 
 
@@ -104,13 +105,28 @@ def test_numbers_are_reduced_as_the_tensors_that_they_are(mesh: Any, stages: int
 
 def test_what_is_no_number_is_refused_in_a_reduction() -> None:
     step = ya.value_and_grad(lambda x: (x, ya.Sum("text")), has_aux=True)
-    with pytest.raises(TypeError, match=r"aux: expected a tensor or a number in ya\.Sum, got str"):
+    with pytest.raises(TypeError, match=r"aux: expected a real tensor or number in ya\.Sum, got str"):
         step(torch.ones(()))
 
 
 def test_parts_of_different_structure_are_refused() -> None:
     with pytest.raises(ValueError, match="microbatches returned trees of different structure"):
         combine([{"a": torch.ones(())}, {"b": torch.ones(())}], None)
+
+
+@on_ranks(1, 2)
+def test_aux_of_other_shapes_in_a_microbatch_is_named(mesh: Any) -> None:
+    def fun(params: Any, batch: Any) -> Any:
+        mean = loss(params, batch)
+        return mean, {"some": ya.Sum(torch.ones(2 + int(batch["number"][0])))}
+
+    rows = batch() | {"number": torch.arange(4)}
+    state = ya.init(model(), None, mesh=mesh)
+    said = (
+        r"aux: microbatches returned the shapes \{'some': Sum\(value=\(2,\)\)\} and \{'some': Sum\(value=\(4,\)\)\}; "
+    )
+    with pytest.raises(ValueError, match=said):
+        ya.eval_step(fun, microbatches=2, has_aux=True)(state, rows)
 
 
 # ---- what a loss may be

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.groups import outcome
+from tests.harness.groups import breakable_stages, outcome
 from tests.harness.pool import on_ranks
 from tests.harness.small import batch, block, loss, model, with_block, with_ends
 
@@ -126,11 +126,27 @@ def of_an_earlier_step(params: Any, rows: Any, begun: bool, kept: list[Tensor]) 
     return with_ends(middle)(params, rows)
 
 
+def of_nothing(params: Any, rows: Any, begun: bool) -> ya.Mean:
+    total, weight = loss(params, rows)
+    return ya.Mean(total.detach().requires_grad_() * 1.0 if begun else total, weight)
+
+
+def of_data(params: Any, rows: Any, begun: bool) -> ya.Mean:
+    def writing(x: Tensor, w: Any) -> Any:
+        if begun:
+            w["up"].data.mul_(0.5)
+        return block(x, w)
+
+    return with_block(writing)(params, rows)
+
+
 LATER: dict[str, tuple[Callable[[], Later], str]] = {
     "a generator": (lambda: partial(of_a_generator, generator=torch.Generator().manual_seed(1)), SAID),
     "a module": (lambda: partial(of_a_module, module=torch.nn.Linear(5, 5)), "depends on a torch.nn.Parameter"),
     "a write": (lambda: of_a_write, "writes into the leaves of its parameters in place"),
     "an earlier step": (lambda: partial(of_an_earlier_step, kept=[]), r"an output of layers\[2\] that an earlier call"),
+    "a write by .data": (lambda: of_data, r"layers\[0\]: the block writes into its weights in place"),
+    "nothing": (lambda: of_nothing, "the loss does not depend on the differentiated arguments"),
 }
 
 
@@ -138,10 +154,46 @@ LATER: dict[str, tuple[Callable[[], Later], str]] = {
 @pytest.mark.parametrize("first", [1, 3])
 @pytest.mark.parametrize("what", LATER)
 def test_later_steps_look_again(mesh: Any, what: str, first: int) -> None:
-    made, said = LATER[what]
+    looks_again(ya.init(model(), TX, mesh=mesh), what, first, ya.schedules.zero3(remat="all"))
+
+
+def of_a_module_behind(params: Any, rows: Any, begun: bool, module: torch.nn.Module) -> Any:
+    mean = loss(params, rows)
+    return mean._replace(total=module(mean.total[None]).sum()) if begun else mean
+
+
+def of_leaves(params: Any, rows: Any, begun: bool) -> Any:
+    total, weight = loss(params, rows)
+    return ya.Mean(total + params.head.leaves[0].square().sum() if begun else total, weight)
+
+
+LATER_IN_STAGES = {
+    "a module": LATER["a module"],
+    "a module behind": (
+        lambda: partial(of_a_module_behind, module=torch.nn.Linear(1, 1)),
+        "depends on a torch.nn.Parameter",
+    ),
+    "a write by .data": LATER["a write by .data"],
+    "nothing": LATER["nothing"],
+    "leaves": (lambda: of_leaves, "the loss reads sharded leaves beside its visits"),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", LATER_IN_STAGES)
+def test_later_steps_of_stages_look_again(_: Any, what: str) -> None:
+    """Each stage has the whole loss, and says so itself, or is told by the one that does."""
+    mesh = breakable_stages(2)
+    stages = ya.schedules.assign(ya.planner.trace(loss, model(), batch()), 2)
+    state = ya.init(model(), TX, mesh=mesh, stages=stages)
+    looks_again(state, what, 3, ya.schedules.one_f_one_b(ya.schedules.zero3(remat="all")))
+
+
+def looks_again(state: Any, what: str, first: int, schedule: Any) -> None:
+    """Steps until something is said, which begins in step `first`."""
+    made, said = (LATER | LATER_IN_STAGES)[what]
     later, begun = made(), False
-    step = ya.train_step(lambda params, rows: later(params, rows, begun), TX, schedule=ya.schedules.zero3(remat="all"))
-    state = ya.init(model(), TX, mesh=mesh)
+    step = ya.train_step(lambda params, rows: later(params, rows, begun), TX, schedule=schedule)
     for _ in range(first):
         state, _ = step(state, batch())
     begun = True
@@ -151,6 +203,7 @@ def test_later_steps_look_again(mesh: Any, what: str, first: int) -> None:
         while state.step <= 4:
             state, _ = step(state, batch())
 
-    assert re.search(said, outcome(run))
+    ended = outcome(run)
+    assert re.search(said, ended), ended
     found = first if what == "a write" else {1: 1, 3: 4}[first]  # every step looks for a write
     assert state.step == found

@@ -14,7 +14,7 @@ from tests.harness.unlike import MODELS, Model
 from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
 from yafsdp_fn.planner.space import Point, layers
-from yafsdp_fn.planner.synthesize import synthesis
+from yafsdp_fn.planner.synthesize import Synthesis
 
 RATE = 0.1
 TX = ya.optim.sgd(RATE)
@@ -60,7 +60,7 @@ def written(name: str) -> Synthesized:
     ends = ya.schedules.zero3(remat="all", defer=several), ya.schedules.zero3(remat="all" if several else "none")
     memory = sum(predict_memory(end(traced)).peak_bytes for end in ends) // 2
     first = Point("zero3", traced.mesh, remat=layers(traced) if several else layers(traced) * 2 // 3)
-    return synthesis(traced, [first], SLOW if several else WEAK, memory).run(150)
+    return Synthesis(traced, [first], SLOW if several else WEAK, memory).run(150)
 
 
 def step(_: Any, name: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.harness.damage import byte_damage, json_damage
 from tests.harness.marks import nightly
 from tests.program.traces import model
 from tests.train.inside import resumed
@@ -170,32 +171,13 @@ def test_damaged_json_names_the_file(tmp_path: Path, text: str) -> None:
         from_json(path, Config)
 
 
-def damaged(text: bytes, draw: random.Random) -> bytes:
-    """Bytes flipped, cut, moved or doubled; values of another type; numbers at the edge of what there is."""
-    kind, at = draw.randrange(6), draw.randrange(len(text))
-    if kind == 0:
-        return text[:at] + bytes([draw.randrange(256)]) + text[at + 1 :]
-    if kind == 1:
-        return text[:at] + bytes([text[at] ^ 1 << draw.randrange(8)]) + text[at + 1 :]
-    if kind == 2:
-        return text[:at]
-    if kind == 3:
-        return text[:at] + text[draw.randrange(len(text)) :]
-    if kind == 4:
-        return text[:at] + text[at : at + draw.randrange(40)] * draw.randrange(3) + text[at + 40 :]
-    values = json.loads(text)
-    inside = draw.choice([values, values["data"], values["optim"], values["sharding"]])
-    edges = [None, True, "", "\0", "..", [], {}, [[]], -1, 0, 2**63, 10**400, -0.5, 1e308, "\ud800", ["a"], 1.5]
-    inside[draw.choice(list(inside))] = draw.choice(edges)
-    return json.dumps(values).encode()
-
-
 @pytest.mark.parametrize("many", [500, nightly(10_000)])
 def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path, many: int) -> None:
     text, path = to_json(Config(name="x", data=Data(files=("a", "b")))).encode(), tmp_path / "config.json"
     draw, refused = random.Random(0), 0
     for _ in range(many):
-        path.write_bytes(damaged(text, draw))
+        of_json = draw.random() < 0.5
+        path.write_bytes(json_damage(json.loads(text), draw) if of_json else byte_damage(text, draw))
         try:
             assert isinstance(from_json(path, Config), Config)
         except ConfigError as error:

@@ -222,7 +222,7 @@ def test_each_of_several_recomputes_what_it_must(capsys: Capsys) -> None:
         (["--search", "--mesh.tensor", "2"], "give none of them"),
         (["--schedule", "yafsdp", "--mesh.tensor", "2"], "no axes inside of layers"),
         (["--mesh.sequence"], "mesh.sequence is of the ranks of mesh.tensor: give two or more"),
-        (["--mesh.context", "3"], "context=3 does not divide 16 ranks"),
+        (["--mesh.context", "3"], "context=3): the job has 16 ranks, not a multiple of 3"),
         (["--mesh.context", "2", "--seq-len", "510"], "--seq-len 510: not a multiple of 4"),
         (["--mesh.tensor", "16"], "8 do not divide among 16 ranks of tensor"),
         (["--replicate", "2"], "--replicate is for --schedule hsdp"),

@@ -99,8 +99,7 @@ def _values(state: ShardedState) -> Iterator[SummedValue]:
     yield from _of_tree("opt_state.", state.opt_state)
     device = memory.comms.device
     for name, number in (("step", state.step), ("seed", state.seed)):
-        halves = [number >> 32 & 0xFFFFFFFF, number & 0xFFFFFFFF]
-        yield SummedValue(name, None, torch.tensor(halves, device=device))
+        yield SummedValue(name, None, torch.tensor(number % (1 << 63), device=device))
 
 
 def _of_tree(what: str, tree: Tree) -> Iterator[SummedValue]:

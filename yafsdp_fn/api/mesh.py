@@ -3,7 +3,6 @@
 import difflib
 import math
 import os
-from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
@@ -16,9 +15,8 @@ from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import group_of, host_group, order_launches
 from yafsdp_fn.communication.store import answers, rendezvous_store
 from yafsdp_fn.util.foreign_names import with_hints
-from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, LOCAL, NODE, REPLICATE, SHARD, STAGE, check_inside, round_up
+from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, REPLICATE, check_inside, mesh_sizes
 from yafsdp_fn.util.torch_private import default_group
-from yafsdp_fn.util.words import counted
 
 # ---- The verb.
 
@@ -84,23 +82,12 @@ def mesh(
     _agree({**asked, **inside, "deterministic": deterministic})
     if inside:
         _check_inside(inside)
-    replicas, ranks = _sizes(1 if replicate is None else replicate, shard, dist.get_world_size(), stage, inside)
+    world = dist.get_world_size()
+    sizes = mesh_sizes(world, inside, stage=stage, replicate=replicate, shard=shard, local=local)
     if deterministic is not None:
+        replicas = sizes.get(REPLICATE, 1)
+        ranks = world // (stage * replicas * math.prod(inside.values()))
         _check_deterministic(deterministic, stage, replicas, ranks * inside.get(EXPERT, 1), kind)
-    sizes = {STAGE: stage} if stage > 1 else {}
-    sizes |= {} if replicate is None else {REPLICATE: replicas}
-    if local is None:
-        sizes |= {SHARD: ranks}
-    elif local < 1:
-        raise ValueError(f"mesh(local={local}): expected a number of ranks per node, or None")
-    elif ranks % local:
-        raise ValueError(
-            f"mesh(local={local}): a copy of the state is cut over {ranks} ranks, not a multiple of {local}; "
-            "give the number of ranks per node (torchrun's --nproc-per-node), or leave local=None"
-        )
-    else:
-        sizes |= {NODE: ranks // local, LOCAL: local}
-    sizes |= inside
     with answers(limit, "making the groups of the mesh"):
         made = init_device_mesh(kind, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if deterministic is not None:
@@ -133,38 +120,6 @@ def _check_inside(inside: dict[str, int]) -> None:
         if type(size) is not int or size < 1:
             raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
     check_inside(tuple(inside))
-
-
-def _sizes(
-    replicate: int, shard: int, world: int, stage: int = 1, inside: Mapping[str, int] | None = None
-) -> tuple[int, int]:
-    """Returns `(replicas, ranks on the axis shard)` of a stage, for `world` ranks. inside: sizes of axes in blocks"""
-    given = {"replicate": replicate, "shard": shard}
-    inside = inside or {}
-    shown = {"stage": stage, **given, **inside}.items()
-    stage *= math.prod(inside.values())
-    asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
-    if any(size < 1 and size != -1 for size in given.values()):
-        raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")
-    if stage < 1:
-        raise ValueError(f"mesh({asked}): expected the number of stages, 1 for no pipeline")
-    if replicate == shard == -1:
-        why = "at most one of them can follow from the number of ranks; for plain data parallelism give shard=1"
-        raise ValueError(f"mesh({asked}): {why}")
-    if -1 in given.values():
-        other = max(replicate, shard) * stage
-        if world % other:
-            raise ValueError(
-                f"mesh({asked}): the job has {counted(world, 'rank')}, not a multiple of {other}; "
-                f"start {round_up(world, other)} of them, or give a divisor of {world}"
-            )
-        return (world // other, shard) if replicate == -1 else (replicate, world // other)
-    if (wanted := replicate * shard * stage) != world:
-        raise ValueError(
-            f"mesh({asked}): the job has {counted(world, 'rank')}; start {wanted} of them "
-            f"(torchrun --nproc-per-node {wanted} ...), or leave shard=-1"
-        )
-    return replicate, shard
 
 
 def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, kind: str) -> None:

@@ -5,6 +5,7 @@ for name, weight in ya.named_weights(state.params, dtype=torch.bfloat16):      #
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 
 import optree
 import torch
@@ -18,9 +19,6 @@ from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.whole_layers import whole_unit
-
-STOPPED = -1
-
 
 # ---- The verb.
 
@@ -46,21 +44,24 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     """
     handles, comms = _handles(tree)
     must_be_one("named_weights", handles)
-    for number, handle in enumerate(handles):
+    for handle in handles:
         pinned: dict[int, list[Tensor]] = {}
         for layer in range(handle.entry.length or 1):
-            unit = (number << 32) + layer
             name = join(handle.entry.name, "" if handle.entry.length is None else str(layer))
-            _compare(comms, unit, name)
+            _compare(comms, name)
             try:
                 yield from _unit(handle, layer, name, dtype, pinned)
             except GeneratorExit:
-                comms.numbers_of_all(torch.tensor([STOPPED]), f"the end of named_weights, after {name}")
+                with suppress(RanksDisagree):  # it is the others' that go on
+                    _compare(comms, THE_END)
                 raise
-    _compare(comms, len(handles) << 32, "")
+    _compare(comms, THE_END)
 
 
 # ---- Its order: stages take turns, and each unit is gathered by all of its ranks.
+
+THE_END = "no more"
+"""A rank's word for the next unit when it stops, or has all of them."""
 
 
 def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
@@ -76,16 +77,10 @@ def _handles(tree: Tree) -> tuple[list[Sharded], Communicators]:
     return handles, memory.comms
 
 
-def _compare(comms: Communicators, unit: int, name: str) -> None:
-    asked = comms.numbers_of_all(torch.tensor([unit]), f"named_weights of {name or 'all units'}").flatten().tolist()
-    if not name:  # a rank that stopped within the last unit is where the others are
-        return
-    if stopped := [rank for rank, other in enumerate(asked) if other == STOPPED]:
-        raise RanksDisagree(f"named_weights: ranks {stopped} have stopped before {name}: all must go on, or none")
-    if len(set(asked)) > 1:
-        raise RanksDisagree(
-            f"named_weights: ranks ask for units of different trees, rank {comms.world_rank} for {name}"
-        )
+def _compare(comms: Communicators, name: str) -> None:
+    """Raises RanksDisagree unless all ranks ask for the same unit."""
+    what = "the next unit of named_weights (all ranks ask for it, in one order, or none does)"
+    comms.must_agree(what, {"it": name}, f"named_weights of {name}")
 
 
 def _unit(

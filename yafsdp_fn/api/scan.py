@@ -19,7 +19,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.params.markers import without_markers
+from yafsdp_fn.params.markers import BARE, without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, join, must_be_function, named_leaves, shape_of, stacked
 from yafsdp_fn.runtime import pure
@@ -67,12 +67,10 @@ def scan(
         must_be_function(f, "scan(f, carry, xs)")
     if unroll < 1:
         raise ValueError(f"scan(unroll={unroll}): expected at least 1")
-    if not isinstance(xs, Sharded):
-        xs = without_markers(xs)
     no_consts = isinstance(consts, tuple) and not consts
-    extra = () if no_consts else (without_markers(consts),)
+    extra = () if no_consts else (consts,)
     # the layers to visit
-    leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded)
+    leaves, spec = optree.tree_flatten(xs, is_leaf=is_sharded, namespace=BARE)
     count = _length(xs, leaves, length)
     places = _places(order, count)
     if reverse:
@@ -80,6 +78,8 @@ def scan(
     stacks = [leaf.entry.name or "params" for leaf in leaves if isinstance(leaf, Sharded)]
     if not stacks and isinstance(init, Sharded) and init.entry.length is not None:
         raise TypeError(f"scan(f, carry, xs): the carry is the stack {init.entry.name}: layers are xs")
+    if not stacks:
+        extra = without_markers(extra)  # else a call of a block does it
     columns = [rows_of(leaf) if isinstance(leaf, Sharded) else leaf.unbind() for leaf in leaves]
     by_layer = list(zip(*columns, strict=True)) if leaves else [()] * count
     layers = [optree.tree_unflatten(spec, by_layer[i]) for i in places]
@@ -113,9 +113,7 @@ def apply(f: Callable[..., Any], unit: Tree, *args: Any) -> Any:
     """
     if not callable(f):
         must_be_function(f, "apply(f, unit, *args)")
-    nodes, spec = optree.tree_flatten(unit, is_leaf=is_sharded)
-    if not all(isinstance(node, Sharded) for node in nodes):
-        nodes, spec = optree.tree_flatten(without_markers(unit), is_leaf=is_sharded)
+    nodes, spec = optree.tree_flatten(unit, is_leaf=is_sharded, namespace=BARE)
     found = [node for node in nodes if isinstance(node, Sharded)]
     if not found:
         unit = optree.tree_unflatten(spec, nodes)

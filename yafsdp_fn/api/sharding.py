@@ -20,7 +20,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn import optim
 from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
-from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.one_state import must_be_one
@@ -92,8 +91,8 @@ def shard(
 
     params: a tree of tensors or `Lazy` leaves; or a state, or all of its params, which are resharded: mesh, seed and
         precision default to the old state's. A state keeps its step, and of its optimizer's state each part that `tx`
-        has, too, wherever in its chain: clipping and schedules may come and go, and `inject_hyperparams` be put around
-        it. Parts of one kind are told apart by their order
+        has, too, wherever in its chain: clipping and schedules may come and go. Parts of one kind are told apart by
+        their order
     tx: None for a state that is only evaluated, such as a teacher
     like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
@@ -295,12 +294,9 @@ def _filled(
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
     for _, group in layout.groups:
-        of_group = f" split {group.splits}" if group.splits else ""
-        of_group += f" gathered in {group.dtype}" if group.dtype else ""
-        of_group += f" reduced in {group.reduce}" if group.reduce else ""
-        of_group += "" if group.wire == WHOLE else f" on the wire {group.wire}"
-        of_group += f" cut at multiples of {group.layout.align}"
-        described |= {name: f"{len(group.units)} x {shape}{of_group}" for name, shape in _leaves_of(group)}
+        dtypes = f"gathered in {group.dtype}, reduced in {group.reduce} (None: as Precision says)"
+        how = f"split {group.splits}, {dtypes}, on the wire {group.wire}, cut at multiples of {group.layout.align}"
+        described |= {name: f"{len(group.units)} x {shape}, {how}" for name, shape in _leaves_of(group)}
     comms.must_agree("the parameters", described)
     if compare is not None and not comms.alone:
         compare()
@@ -387,8 +383,8 @@ def _is_around(entry: optree.PyTreeEntry) -> bool:
 
 
 def _copy(before: Any, node: Any) -> None:
-    """Copies what an optimizer state had in this place, if it is alike. Between formats, or blocks of other leaves, it
-    is decoded and encoded again."""
+    """Copies one node of an optimizer's state into the new state's node, if the two hold the same. Between formats, or
+    blocks of other leaves, it is decoded and encoded again."""
     if isinstance(before, Sharded) and isinstance(node, Sharded):
         forms = _forms(node)
         if _forms(before) != forms:
@@ -409,8 +405,7 @@ def _copy(before: Any, node: Any) -> None:
 
 def _forms(handle: Sharded) -> list[Any]:
     """Returns what the bytes of a handle depend on: formats and leaves of the groups that are in formats."""
-    groups = [group for _, group, _ in handle.group_leaves()]
-    return [(of.encodes.format, of.layout.names, of.layer_shapes) for of in groups if of.encodes is not None]
+    return [(of.encodes.format, of.layout.names, of.layer_shapes) for of in handle.groups if of.encodes is not None]
 
 
 # ---- Back to whole tensors.

@@ -5,7 +5,7 @@
     its program          known, given, or from a recorded call; across stages from a trace (pipelines/crossing.py)
     session.run_calls    out = fun(own parameters, the microbatch's part of the batch), and its backward
 
-A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own, `run_plain`.
+A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own (plain_state.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,37 +14,26 @@ from contextvars import copy_context
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-import optree
 import torch
-from torch import Tensor
 
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.tree import must_be_function
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime import consistency
-from yafsdp_fn.runtime.arguments import (
-    INDEPENDENT,
-    Arguments,
-    Results,
-    Seed,
-    StepLoss,
-    add_to,
-    returned,
-)
-from yafsdp_fn.runtime.batch import batch_axes
+from yafsdp_fn.runtime.arguments import Arguments, Results, Seed, StepLoss
+from yafsdp_fn.runtime.batch import batch_axes, check_arguments
 from yafsdp_fn.runtime.block_call import VisitRunner
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.plain_state import run_plain
 from yafsdp_fn.runtime.programs import Programs, Verified
-from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, Replays, StepObserver
+from yafsdp_fn.runtime.protocols import OBSERVE, ActivationBuffers, StepObserver
 from yafsdp_fn.runtime.recording import CallRecording
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.schedules.builders import AnySchedule, zero3
-from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 NOT_FROM_PLAIN = (
     "a gradient of plain tensors with a state on a deterministic mesh: each rank would have the part of its own "
@@ -78,15 +67,8 @@ class FunctionRun(NamedTuple):
     program: Program | None = None
 
 
-FIRST = Call("forward", 0, 0)
-"""The call that is recorded."""
-
-
 class StepFunction:
-    """A function to differentiate or evaluate, with its schedule and its programs.
-
-    track: it is differentiated; graphs: visits are replayed as CUDA graphs
-    """
+    """A function to differentiate or evaluate, with its schedule and its programs. track: it is differentiated"""
 
     def __init__(
         self,
@@ -96,7 +78,6 @@ class StepFunction:
         microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
-        graphs: bool = False,
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
         if hasattr(fun, "_torchdynamo_orig_callable"):
@@ -105,9 +86,8 @@ class StepFunction:
             raise ValueError(f"microbatches={microbatches}: expected an integer >= 1")
         # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
-        self.schedule, self._tx, self._graphs = schedule, tx, graphs
+        self.schedule, self._tx = schedule, tx
         self.programs = Programs(schedule, tx, trains=track)
-        self._replays: Replays | None = None
         self._agreed: WeakSet[Communicators] = WeakSet()
 
     def arguments(self, args: Sequence[Any], kwargs: dict[str, Any], argnums: tuple[int, ...] = (0,)) -> Arguments:
@@ -124,18 +104,9 @@ class StepFunction:
         """Runs the function, and the optimizer with it."""
         context = copy_context()  # ends the counter of visits, wherever an interrupt comes
         if memory is None:
-            if self._graphs:
-                raise ValueError("graphs=True captures visits to a ShardedState; this state is plain")
             return FunctionRun(context.run(run_plain, arguments, seed, self.has_aux, self.track))
-        # what this mesh cannot do
-        comms = memory.comms
-        if self._graphs and comms.axes:
-            raise NotImplementedError(
-                f"graphs=True on a mesh with axes inside blocks ({', '.join(comms.axes)}): NCCL wants a collective "
-                "captured on all of its ranks or on none, and each rank finds out alone which visits can be; leave "
-                "graphs out"
-            )
         # around the first run, what ranks must have alike is compared
+        comms = memory.comms
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
             if self._tx is not None and not comms.alone:
@@ -174,11 +145,6 @@ class StepFunction:
             comms.check()
             # the program
             verified = self._known_program(arguments, memory, shards, seed)
-            if self._graphs and not verified.recomputes:
-                raise ValueError(
-                    "graphs=True, but this schedule keeps the autograd graph of every visit, and such visits are not "
-                    "captured; recompute layers (remat=ya.schedules.remat.all), or leave graphs out"
-                )
             # its session
             observe = OBSERVE.get()
             observer = None if observe is None else observe(comms.device.type == "cuda")
@@ -192,14 +158,13 @@ class StepFunction:
                     differentiates=track,
                     observer=observer,
                     updates=updates,
-                    replays=self._replays_on(comms.device),
                     activations=_activation_buffers,
                 )
             # the step
             learns = not verified.runs and bool(verified.collectives)  # of a recorded call, which has no backward
             with _run_by(session, verified.collectives, arguments, f"after step {seed.step}"):
                 if session.watch:
-                    arguments.check_rest()
+                    check_arguments(arguments.rest)
                 session.start()
                 results = session.run_calls(StepLoss(arguments, self.has_aux, seed))
                 if updates is not None:
@@ -235,28 +200,16 @@ class StepFunction:
         the step."""
         arguments, step = loss.arguments, loss.seed.step
         if self.track:
-            arguments.check_rest()
+            check_arguments(arguments.rest)
         # a call without backward, on the numbers of the first microbatch
         recording = CallRecording(memory, step, differentiates=self.track, trains=trains)
         collectives: dict[Any, Any] = {}
         with _run_by(recording, collectives, arguments, f"before step {step}"):
-            recording.begin(FIRST)
-            with recording.watch():
-                mean, aux = recording.call_loss(loss, 0, copied=True)
-            recording.end()
-            recording.compare(mean.total, _outline(aux), arguments.plain)
-            trace = self.programs.complete(recording.trace(arguments.microbatches), memory)
+            trace = self.programs.complete(recording.record(loss), memory)
             verified = self.programs.remember(self.programs.build(trace), memory)
         recording.close()
         verified.collectives = collectives
         return verified
-
-    def _replays_on(self, device: torch.device) -> Replays | None:
-        if self._graphs and self._replays is None:
-            from yafsdp_fn.extras.cuda_graphs import CudaCapture, Graphs
-
-            self._replays = Graphs(CudaCapture(device))
-        return self._replays
 
 
 # ---- Around a session or a recording: the watchdog, collectives inside blocks, errors.
@@ -294,33 +247,3 @@ def _activation_buffers(memory: StateMemory, number: object) -> ActivationBuffer
     from yafsdp_fn.extras.offload import HostActivationBuffers
 
     return HostActivationBuffers(memory, number)
-
-
-# ---- On plain tensors.
-
-
-def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
-    """Runs on plain tensors alone: the oracle."""
-    results = Results([], [], [None] * len(arguments.plain))
-    device = device_of_leaves((arguments.nodes, arguments.rest))
-    for microbatch in range(arguments.microbatches):
-        counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
-        # a tree without a state has no step, by which every call would draw other numbers: torch's generators go on
-        drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]
-        with torch.set_grad_enabled(track), counting(counter), seeded(drawn, device):
-            mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
-        results.append(mean, aux)
-        if track:
-            if not mean.total.requires_grad:
-                raise ValueError(INDEPENDENT)
-            with seeded(back, device):
-                add_to(results.grads, iter(torch.autograd.grad(mean.total, arguments.plain, allow_unused=True)))
-    return results
-
-
-# ---- Results of a call.
-
-
-def _outline(aux: Any) -> str:
-    """Returns structure and shapes of aux, which must be equal on all ranks: reductions pack them together."""
-    return str(optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux))

@@ -188,7 +188,6 @@ def train_step(
     donate: bool = True,
     skip_nonfinite: bool = True,
     skip: Callable[[Metrics], Tensor] | None = None,
-    graphs: bool = False,
 ) -> TrainStep:
     """Returns a training step `(state, batch) -> (state, metrics)`. In essence:
 
@@ -211,9 +210,6 @@ def train_step(
         wait of the host
     skip: judges a step by its metrics before its update: returns a flag on their device, true to skip the update, for a
         spike of the loss, say. It is called once a step; all ranks skip an update that one of them skips
-    graphs: CUDA graphs of the visits that recompute (`remat`), which take the host out of the step: the third step
-        captures them, one per slot. A block that a graph could not repeat runs as it is, with a warning that
-        says why. Needs CUDA. Beside the slots it takes the memory of one layer's recomputation, for good
 
     >>> step = ya.train_step(loss_fn, tx, schedule=ya.schedules.zero3(), microbatches=2)
     >>> state, metrics = step(state, batch)                    # recorded first, then run by its program
@@ -223,5 +219,5 @@ def train_step(
     >>> step.program(state).count(ya.schedules.Reduce)         # four units, twice
     12
     """
-    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, graphs=graphs)
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx)
     return TrainStep(function, tx, donate, skip_nonfinite, skip)

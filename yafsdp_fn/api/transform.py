@@ -13,7 +13,7 @@ from yafsdp_fn.communication.differentiable import SumOfRanks
 from yafsdp_fn.params.one_state import states_of
 from yafsdp_fn.params.sharded import Sharded, handles
 from yafsdp_fn.params.tree import Tree
-from yafsdp_fn.runtime.arguments import Arguments, Seed, zeros
+from yafsdp_fn.runtime.arguments import Arguments, Seed, zero
 from yafsdp_fn.runtime.plain_state import PlainState
 from yafsdp_fn.runtime.reductions import as_mean, combined, divided
 from yafsdp_fn.runtime.state import ShardedState, memory_of
@@ -150,25 +150,25 @@ def _composed(arguments: Arguments) -> tuple[Tensor, list[Any]]:
         elif isinstance(node, Tensor):
             moving.append(node)
 
-    def at(leaves: Sequence[Tensor], still: Callable[[Any], Any], share: Callable[[Tensor], Tensor]) -> list[Any]:
-        """The arguments' nodes with `leaves` in their place. still: maps frozen nodes; share: maps plain leaves"""
+    def at(leaves: Sequence[Tensor], still: Callable[[Tensor], Tensor], share: Callable[[Tensor], Tensor]) -> list[Any]:
+        """The arguments' nodes with `leaves` in their place. still: maps frozen leaves; share: maps plain leaves"""
         given, nodes = iter(leaves), list[Any]()
         for node in arguments.nodes:
             if isinstance(node, Sharded):
                 of_group = [next(given) if g.trainable else still(leaf) for _, g, leaf in node.group_leaves()]
                 nodes.append(Sharded(tuple(of_group), node.context))
             else:
-                nodes.append(share(next(given)) if isinstance(node, Tensor) else still(node))
+                nodes.append(share(next(given)) if isinstance(node, Tensor) else optree.tree_map(still, node))
         return nodes
 
     def value_of(*leaves: Tensor) -> Tensor:
-        value: Tensor = arguments.on(at(leaves, lambda node: node, lambda leaf: leaf))
+        value: Tensor = arguments.on(at(leaves, lambda leaf: leaf, lambda leaf: leaf))
         return value
 
     grads, value = torch.func.grad_and_value(value_of, tuple(range(len(moving))))(*moving)
     found = handles(arguments.nodes) or arguments.constants
     ranks = found[0].owner.comms.world if found else 1
-    nodes = at(grads, zeros, lambda grad: grad / ranks)
+    nodes = at(grads, zero, lambda grad: grad / ranks)
     return value, list(optree.tree_unflatten(arguments.spec, nodes))
 
 

@@ -34,7 +34,7 @@ def first_difference(parts: Mapping[str, str], group: RankGroup, first: int = 0)
 
 def same_on_all(text: str, group: RankGroup) -> bool:
     """Returns whether all ranks of `group`, a gloo group, pass the same text."""
-    mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64)
-    every = torch.empty(group.process_group.size(), dtype=torch.int64)
+    mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device="cpu")
+    every = mine.new_empty(group.process_group.size())
     group.all_gathers([every], [mine])
     return bool((every == mine).all())

@@ -159,34 +159,27 @@ def _flat_rows(values: Tensor, sizes: Sizes) -> list[Tensor]:
     return [part.flatten() for part in torch.split(values, list(sizes))]
 
 
+NO_DERIVATIVE = "pmax has no derivative, as in JAX: give it x.detach(), for a softmax, say, whose value it leaves alone"
+
+
 class _Along(Collective):
-    """A collective with its adjoint."""
+    """A collective with its adjoint, if it has one."""
 
     forward = staticmethod(_collective)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         name, what, *sizes = ctx.how
+        if what == "pmax":
+            raise NotImplementedError(NO_DERIVATIVE)
         back = _Along.apply(ctx.comms, grad, name, ADJOINTS.get(what, what), *sizes[::-1])  # type: ignore[no-untyped-call]
         return None, back, *[None] * len(ctx.how)
 
-
-class _Max(Collective):
-    """The maximum; ranks: None on plain tensors, where it has no derivative either."""
-
-    NO_DERIVATIVE = (
-        "pmax has no derivative, as in JAX: give it x.detach(), for a softmax, say, whose value it leaves alone"
-    )
-
-    forward = staticmethod(_collective)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        raise NotImplementedError(_Max.NO_DERIVATIVE)
-
     @classmethod
     def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        raise NotImplementedError(_Max.NO_DERIVATIVE)
+        if ctx.how[1] == "pmax":  # on plain tensors, too
+            raise NotImplementedError(NO_DERIVATIVE)
+        return super().jvp(ctx, _, tangent, *rest)
 
 
 # ---- The functions of `jax.lax`.
@@ -226,7 +219,7 @@ def pmax(x: Any, axis_name: str) -> Any:
     tensor([1., 2.])
     """
     ranks, axis = _axis(axis_name)
-    apply: Any = _Max.apply
+    apply: Any = _Along.apply
     return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name, "pmax"), x)
 
 

@@ -180,6 +180,7 @@ class Communicators(OrderedGroups):
 
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
+        mine = mine.cpu()  # torch.set_default_device may have put it elsewhere
         every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())
         if self.alone:
             return every.copy_(mine)
@@ -232,15 +233,16 @@ class Communicators(OrderedGroups):
         # ranks that disagree have compared notes: nothing of it was issued
         broken = isinstance(error, CommunicationError) and not disagree
         midway = self.called is not None if disagree else not broken
+        what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
         if self.stages > 1 and midway:
             # a receive that was issued ahead may wait for what this rank will never send: streams cannot run dry
+            self.steps.failed = what
             self.steps.lost = f"this rank failed, and stages are never at one place ({position})"
             if self.device.type == "cuda":
                 self._abort_groups()
             for stream in self.streams.values():
                 stream.abandon()
             return
-        what = f"rank {self.world_rank} of {self.world}, {position}: {type(error).__name__}: {error}"
         if not self.alone and self.lost is None and not isinstance(error, CommunicationError):
             # the exception is raised only when the others have been waited for
             seconds = self.abort_timeout.total_seconds()

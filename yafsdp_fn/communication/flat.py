@@ -3,13 +3,12 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.micro_shards import local_sum
-from yafsdp_fn.communication.sums import all_reduce_replicas_wide, sum_by_ranks
+from yafsdp_fn.communication.sums import sum_by_ranks
 
 # ---- Moves units' flat vectors between the ranks of a mesh. Each function blocks the stream that calls it.
 #
@@ -94,21 +93,3 @@ def _reduce_together(comms: Groups, jobs: Sequence[Reduction]) -> None:
     for shard, _, received, add in jobs:
         if received.numel():
             local_sum(shard, received.view(1, -1), comms.reduce_scratch, add=add)
-
-
-def all_reduce_replicas(
-    comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype | None
-) -> None:
-    """Sums `shard` [n] over replicas, in place, to the same bits on each. staging: bytes for at least `staging_numel`
-    elements of dtype `wire`, in which shards travel"""
-    if comms.replicas == 1:
-        return
-    if accumulate is not None:
-        all_reduce_replicas_wide(comms, shard, staging.view(wire), wire=wire, accumulate=accumulate)
-    elif shard.dtype == wire:
-        dist.all_reduce(shard, group=comms.replicate_group.process_group)
-    else:
-        staged = staging.view(wire)[: shard.numel()]
-        staged.copy_(shard)
-        dist.all_reduce(staged, group=comms.replicate_group.process_group)
-        shard.copy_(staged)

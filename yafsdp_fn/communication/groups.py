@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.micro_shards import Scratch, micro_shards_of
-from yafsdp_fn.communication.ranks import Axis, Ranks
+from yafsdp_fn.communication.ranks import Axis, Ranks, hierarchical
 from yafsdp_fn.communication.store import new_group
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.util.mesh_axes import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, inside_of
@@ -175,14 +175,9 @@ class Groups(MeshRanks):
         if self.parent.name() == EMULATED:
             backend = control = EMULATED
         self._how = timeout, backend
-        copies = self.groups_over("node", "local")
         everyone = [self.grid.flatten().tolist()]
-        self.gather_group = self.gather_local_group = self._new(copies, "gather")
-        self.reduce_group = self.metrics_group = self._new(copies, "reduce")
-        if self.nodes > 1:
-            self.gather_local_group = self._new(self.groups_over("local"), "gather in a node")
-            self.reduce_local_group = self._new(self.groups_over("local"), "reduce in a node")
-            self.reduce_nodes_group = self._new(self.groups_over("node"), "reduce between nodes")
+        self._make_unit_groups(self.groups_over("node", "local"))
+        self.metrics_group = self.reduce_group
         if self.replicas > 1:
             self.replicate_group = self._new(self.groups_over("copy"), "replicate")
         if self.stages > 1:
@@ -202,6 +197,17 @@ class Groups(MeshRanks):
             self.stage_control_group = make_group(of_stages, self.timeout, control, "control of a stage")
         self.abort_group = make_group(everyone, self.abort_timeout, control, "abort")
 
+    def _make_unit_groups(self, members: list[list[int]], within: str = "") -> None:
+        """Makes the groups that move units, which are cut over each of `members`. within: for torch's own messages"""
+        self.gather_group = self.gather_local_group = self._new(members, f"gather{within}")
+        self.reduce_group = self._new(members, f"reduce{within}")
+        if hierarchical(self):  # else a node is as large as the whole, or a rank
+            at = torch.tensor(members).view(-1, self.nodes, self.local_ranks)
+            in_node = at.flatten(0, 1).tolist()
+            self.gather_local_group = self._new(in_node, f"gather in a node{within}")
+            self.reduce_local_group = self._new(in_node, f"reduce in a node{within}")
+            self.reduce_nodes_group = self._new(at.mT.flatten(0, 1).tolist(), f"reduce between nodes{within}")
+
     def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> RankGroup:
         """Makes `groups`, each of global ranks, and returns that of this rank."""
         made = make_group(groups, *self._how, name)
@@ -217,18 +223,8 @@ class Groups(MeshRanks):
         """Makes the groups of units that are split over `names`. All ranks call it, when they place a state."""
         found = super()._narrowed(names)
         found.local_rank = found.rank % found.local_ranks
-        subgroups = self._in_copies(self.subgroups(across=names))
-        of = ", ".join(names)
         if found.ranks > 1:
-            found.gather_group = found.gather_local_group = self._new(subgroups, f"gather within {of}")
-            found.reduce_group = self._new(subgroups, f"reduce within {of}")
-        if found.nodes > 1 and found.local_ranks > 1:  # else an axis is as large as the node
-            at = torch.tensor(subgroups).view(-1, found.nodes, found.local_ranks)
-            in_node = at.flatten(0, 1).tolist()
-            found.gather_local_group = self._new(in_node, f"gather in a node within {of}")
-            found.reduce_local_group = self._new(in_node, f"reduce in a node within {of}")
-            between = at.mT.flatten(0, 1).tolist()
-            found.reduce_nodes_group = self._new(between, f"reduce between nodes within {of}")
+            found._make_unit_groups(self._in_copies(self.subgroups(across=names)), f" within {', '.join(names)}")
         return found
 
     def send(self, tensor: Tensor, stage: int) -> Work:

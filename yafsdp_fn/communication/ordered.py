@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from yafsdp_fn.communication import flat
+from yafsdp_fn.communication import flat, sums
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, must_differ
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
@@ -103,7 +103,7 @@ class OrderedGroups(Groups):
         self.now("reduce", job, "reduce-scatter")
         if replicas and self.replicas > 1:
             staging = full.new_empty(staging_numel(self, n, out.dtype, wire, accumulate))
-            work = partial(flat.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)
+            work = partial(sums.all_reduce_replicas, self, shard, staging, wire=wire, accumulate=accumulate)
             self.now("replicate", work, "all-reduce over replicas")
         return out
 

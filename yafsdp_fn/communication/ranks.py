@@ -236,7 +236,7 @@ def receive_numel(comms: Ranks, n: int, accumulate: DtypeLike | None) -> int:
 
 
 def staging_numel(comms: Ranks, n: int, dtype: DtypeLike, wire: DtypeLike, accumulate: DtypeLike | None) -> int:
-    """Returns the elements of the buffer that `flat.all_reduce_replicas` needs for shards of `n` in `dtype`."""
+    """Returns the elements of the buffer that `sums.all_reduce_replicas` needs for shards of `n` in `dtype`."""
     if comms.replicas == 1:
         return 0
     if accumulate is not None:

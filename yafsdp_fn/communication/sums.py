@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from yafsdp_fn.communication import formats
@@ -102,12 +103,25 @@ def _from_nodes(comms: Groups, sent: Tensor, receive: Tensor, of_node: Callable[
     return theirs
 
 
-def all_reduce_replicas_wide(
-    comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype
+def all_reduce_replicas(
+    comms: Groups, shard: Tensor, staging: Tensor, *, wire: torch.dtype, accumulate: torch.dtype | None
 ) -> None:
-    """Sums over replicas, as `flat.all_reduce_replicas`: each replica sums a P-th of the shard, in the order of
-    replicas, and all gather the sums. A rank sends (P - 1) / P n elements of `wire`, and as many of `accumulate`."""
+    """Sums `shard` [n] over replicas, in place, to the same bits on each. staging: bytes for at least `staging_numel`
+    elements of dtype `wire`, in which shards travel.
+
+    With `accumulate` each replica sums a P-th of the shard, in the order of replicas, and all gather the sums: a rank
+    sends (P - 1) / P n elements of `wire`, and as many of `accumulate`.
+    """
+    if comms.replicas == 1:
+        return
     n = shard.numel()
+    staging = staging.view(wire)
+    if accumulate is None:
+        staged = shard if shard.dtype == wire else staging[:n].copy_(shard)
+        dist.all_reduce(staged, group=comms.replicate_group.process_group)
+        if staged is not shard:
+            shard.copy_(staged)
+        return
     size = replica_part(comms, n)
     whole = comms.replicas * size
     used = staging[: staging_numel(comms, n, shard.dtype, wire, accumulate)]

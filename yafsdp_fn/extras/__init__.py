@@ -1,1 +1,1 @@
-"""Parts that a step may use beside its program: CUDA graphs and offloading."""
+"""Parts that a step uses where its program asks for them: copies of carries to the host and back."""

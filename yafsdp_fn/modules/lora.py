@@ -89,9 +89,10 @@ def lora(
 
     def adapted(leaf: Any, path: str, stored: torch.dtype | None) -> LowRank:
         *length, outs, ins = leaf.shape
+        wide = torch.promote_types(leaf.dtype, torch.float32)
         own: dict[str, Any] = {field: getattr(leaf, field, None) for field in ("compute", "reduce")}
-        a = Param((*length, rank, ins), init=uniform(1 / math.sqrt(ins)), split=_split(leaf, -1, -1), **own)
-        b = Param((*length, outs, rank), init=zeros, split=_split(leaf, -2, -2), **own)
+        a = Param((*length, rank, ins), wide, init=uniform(1 / math.sqrt(ins)), split=_split(leaf, -1, -1), **own)
+        b = Param((*length, outs, rank), wide, init=zeros, split=_split(leaf, -2, -2), **own)
         if dtype != torch.int8:
             return LowRank(Frozen(leaf, dtype or stored), None, a, b, factor)
         return LowRank(Frozen(_in_int8(leaf, path, 0), dtype), Frozen(_in_int8(leaf, path, 1)), a, b, factor)

@@ -112,6 +112,7 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
 
     Raises RuntimeError at the end if a buffer or an attribute was written, which would be lost, or differ between
     ranks. name: of `module`, for this; weights: replace its parameters, by name; may_note: attributes may be written
+    that hold no number and no tensor yet
     """
     copies: dict[nn.Module, nn.Module] = {}
     made = _copy(module, copies)
@@ -122,16 +123,23 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
     yield made
     for part, buffers in before.items():
         written = {key for key, *_ in buffers ^ _buffers(copies[part])}
-        if not may_note:
-            old = vars(part)
-            written |= {key for key, now in vars(copies[part]).items() if now is not old.get(key)} - OWN
+        old = vars(part)
+        for key, now in vars(copies[part]).items():
+            if key not in OWN and now is not old.get(key) and (not may_note or _counts_on(old.get(key), now)):
+                written.add(key)
         if written:
             path = next(path for path, other in module.named_modules() if other is part)
             raise RuntimeError(
                 f"{join(name, path) or 'the module'} writes to its {', '.join(sorted(written))} while it runs. A "
                 "function keeps nothing: a recomputation would write again, and ranks differ. Return it instead, or "
-                "switch it off (running statistics, power iterations, positions that grow)"
+                "switch it off (running statistics, power iterations, positions that grow). What each call makes anew "
+                "may be None before"
             )
+
+
+def _counts_on(had: Any, now: Any) -> bool:
+    """Returns whether a call may have made what an attribute has `now` of what it `had`, which the next call lacks."""
+    return isinstance(had, Tensor) or (isinstance(had, int | float | complex) and had != now)
 
 
 def _copy(part: nn.Module, copies: dict[nn.Module, nn.Module]) -> nn.Module:

@@ -7,11 +7,9 @@ from typing import Any
 import optree
 import torch
 import torch.nn.functional as F
-from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # as in params/tree.py
 from torch import Tensor
-from torch.utils import _pytree as torch_pytree
 
-from yafsdp_fn.params.markers import Marker
+from yafsdp_fn.params.markers import Marker, register_node
 from yafsdp_fn.util.torch_private import SingleLevelFunction, transforms_active
 
 # ---- LowRank
@@ -142,26 +140,16 @@ class LowRankEntry(optree.GetAttrEntry):
         super().__init__(entry, Marker if entry == "weight" else type, kind)
 
 
-def _flat(node: Any) -> tuple[tuple[Any, ...], Any, Any]:
-    names = ("weight" if node.row_scale is None else "int8", "row_scale", "a", "b")
-    return (node.weight, node.row_scale, node.a, node.b), node.factor, names
-
-
-def _flat_for_torch(node: Any) -> tuple[list[Any], Any]:
+def _flat(node: Any) -> tuple[Any, ...]:
     """Flattens without an absent `row_scale`: torch's pytrees take None for a leaf."""
-    parts = [node.weight, node.a, node.b]
-    return (parts, node.factor) if node.row_scale is None else ([*parts, node.row_scale], node.factor)
+    if node.row_scale is None:
+        return (node.weight, node.a, node.b), node.factor, ("weight", "a", "b")
+    return (node.weight, node.row_scale, node.a, node.b), node.factor, ("int8", "row_scale", "a", "b")
 
 
 def _node(factor: Any, parts: Iterable[Any]) -> LowRank:
-    weight, row_scale, a, b = parts
-    return LowRank(weight, row_scale, a, b, factor)
-
-
-def _node_of_torch(parts: Iterable[Any], factor: Any) -> LowRank:
-    weight, a, b, *row_scale = parts
+    weight, *row_scale, a, b = parts
     return LowRank(weight, row_scale[0] if row_scale else None, a, b, factor)
 
 
-optree.register_pytree_node(LowRank, _flat, _node, path_entry_type=LowRankEntry, namespace=GLOBAL_NAMESPACE)
-torch_pytree.register_pytree_node(LowRank, _flat_for_torch, _node_of_torch)
+register_node(LowRank, _flat, _node, LowRankEntry)

@@ -272,7 +272,7 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
     """Returns a handle on this rank's shards of the states of all leaves, a tree of states in place of leaves."""
     comms = handle.owner.comms
     plans = plan(rule, [handle])
-    trees: list[Any] = [EmptyState()] * handle.entry.leaf_count
+    trees: list[Any] = [EmptyState()] * handle.entry.spec.num_leaves
     layouts: dict[int, FlatLayout] = {}
     shards = []
     for number, group, shard in handle.group_leaves():

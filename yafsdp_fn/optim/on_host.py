@@ -72,7 +72,7 @@ def _moved(tree: Tree, device: torch.device) -> Tree:
             return dataclasses.replace(group, on_host=True), leaf
         here = leaf.cpu()
         if here is leaf and device.type == "cuda":  # a state: only parameters come from the device
-            here = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True).copy_(leaf)
+            here = torch.empty(leaf.shape, dtype=leaf.dtype, device="cpu", pin_memory=True).copy_(leaf)
         return dataclasses.replace(group, on_host=True), here
 
     def of(node: Any) -> Any:

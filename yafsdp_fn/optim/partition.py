@@ -57,15 +57,15 @@ def masked(inner: Any, mask: LeafRule) -> GradientTransformation:
 
 def add_decayed_weights(weight_decay: float, mask: LeafRule | None = None) -> GradientTransformation:
     """Adds `weight_decay * param` to the updates of the leaves that `mask` chooses, by default all. Raises
-    ValueError for a negative number, TypeError for a schedule: `contrib.inject_hyperparams` takes one.
+    ValueError for a negative number, TypeError for a schedule.
 
     >>> update(ya.optim.add_decayed_weights(0.1))
     tensor([ 3.1000, -4.2000])
     """
     if callable(weight_decay):
         raise TypeError(
-            "add_decayed_weights: weight_decay is a function, expected a number; for one that follows a schedule wrap "
-            "the optimizer: contrib.inject_hyperparams(adamw)(learning_rate, weight_decay=schedule)"
+            "add_decayed_weights: weight_decay is a function, expected a number; one that follows a schedule is a "
+            "transformation of your own, in a few lines (docs/optimizers.md)"
         )
     must_not_be_negative("weight_decay", weight_decay)
     if mask is not None:

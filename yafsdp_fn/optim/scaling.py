@@ -1,10 +1,8 @@
 """Scaling of the updates: by a number, by a schedule, or by the global norm; clipping of each element."""
 
 import dataclasses
-import itertools
 import math
-import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -77,42 +75,6 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
     return schedule
 
 
-def exponential_decay(
-    init_value: float,
-    transition_steps: int,
-    decay_rate: float,
-    transition_begin: int = 0,
-    staircase: bool = False,
-    end_value: float | None = None,
-) -> Rate:
-    """Multiplies `init_value` by `decay_rate` every `transition_steps` after `transition_begin`: continuously, or by
-    whole steps if `staircase`.
-
-    end_value: the limit, from below if `decay_rate < 1`, else from above
-
-    As in Optax, `transition_steps <= 0` or `decay_rate == 0` means `init_value` for ever. Raises ValueError for a
-    negative `decay_rate`, of which a power would be no number.
-
-    >>> rate = ya.optim.exponential_decay(1.0, transition_steps=10, decay_rate=0.5)
-    >>> [round(float(rate(count)), 3) for count in (0, 5, 10, 20)]
-    [1.0, 0.707, 0.5, 0.25]
-    """
-    if decay_rate < 0:
-        raise ValueError(f"exponential_decay: decay_rate must not be negative, got {decay_rate}")
-    if transition_steps <= 0 or decay_rate == 0:
-        return constant_schedule(init_value)
-    begin = max(transition_begin, 0)
-
-    def schedule(count: Any) -> Any:
-        done = _clip(count - begin, 0, math.inf) / transition_steps
-        value = init_value * decay_rate ** (done // 1 if staircase else done)
-        if end_value is None:
-            return value
-        return _clip(value, end_value, math.inf) if decay_rate < 1 else _clip(value, -math.inf, end_value)
-
-    return schedule
-
-
 def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate:
     """Uses `schedules[i]` from `boundaries[i - 1]` on, counting from that boundary.
 
@@ -135,21 +97,6 @@ def join_schedules(schedules: Sequence[Rate], boundaries: Sequence[int]) -> Rate
         return value
 
     return schedule
-
-
-def piecewise_constant_schedule(init_value: float, boundaries_and_scales: Mapping[int, float] | None = None) -> Rate:
-    """Multiplies `init_value` by the scales of all boundaries up to the count. Raises ValueError for a negative
-    scale.
-
-    >>> rate = ya.optim.piecewise_constant_schedule(1.0, {10: 0.5, 20: 0.1})
-    >>> [round(float(rate(count)), 3) for count in (0, 9, 11, 21)]
-    [1.0, 1.0, 0.5, 0.05]
-    """
-    steps = sorted((boundaries_and_scales or {}).items())
-    if bad := {boundary: scale for boundary, scale in steps if not scale >= 0}:
-        raise ValueError(f"piecewise_constant_schedule: scales must not be negative, got {bad}")
-    values = itertools.accumulate([init_value, *(scale for _, scale in steps)], operator.mul)
-    return join_schedules(list(map(constant_schedule, values)), [boundary for boundary, _ in steps])
 
 
 def warmup_constant_schedule(init_value: float, peak_value: float, warmup_steps: int) -> Rate:

@@ -317,15 +317,9 @@ class Entry:
     groups: tuple[Group, ...]
     length: int | None
 
-    @cached_property
-    def leaf_count(self) -> int:
-        return self.spec.num_leaves
-
     def unflatten(self, by_group: Mapping[str, Sequence[Any]]) -> Tree:
         """Builds the subtree from the leaves of its groups, by name; leaves of absent groups are None."""
-        if len(self.groups) == 1 and by_group:
-            return optree.tree_unflatten(self.spec, by_group[self.groups[0].name])
-        out: list[Any] = [None] * self.leaf_count
+        out: list[Any] = [None] * self.spec.num_leaves
         for group in self.groups:
             if group.name in by_group:
                 for position, leaf in zip(group.leaves, by_group[group.name], strict=True):

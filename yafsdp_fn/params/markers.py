@@ -11,13 +11,25 @@ from optree.registry import __GLOBAL_NAMESPACE as GLOBAL_NAMESPACE  # plain `opt
 
 # ---- Registers classes as pytree nodes, with optree and with torch.
 
+BARE = "yafsdp_fn, without markers"
+"""optree's namespace in which a tree that is flattened is put together again without its markers, as blocks get it."""
+
 
 def register_node(
-    cls: type, flatten: Callable[[Any], tuple[tuple[Any, ...], Any]], unflatten: Callable[[Any, tuple[Any, ...]], Any]
+    cls: type,
+    flatten: Callable[[Any], tuple[Any, ...]],
+    unflatten: Callable[[Any, tuple[Any, ...]], Any],
+    entry: type[optree.PyTreeEntry] = optree.AutoEntry,
 ) -> None:
-    """Registers `cls` with optree and with torch's pytrees, which torch.func uses: both must see the same nodes."""
+    """Registers `cls` with optree and with torch's pytrees, which torch.func uses: both must see the same nodes.
+
+    flatten: returns children and context, and, if paths name them, the names; entry: a child's in a path
+    """
+    marks = issubclass(cls, Marker)
     rebuild: Any = unflatten
-    optree.register_pytree_node(cls, flatten, rebuild, namespace=GLOBAL_NAMESPACE)
+    optree.register_pytree_node(cls, flatten, rebuild, path_entry_type=entry, namespace=GLOBAL_NAMESPACE)
+    if marks:
+        optree.register_pytree_node(cls, flatten, lambda _, below: next(iter(below)), namespace=BARE)
     torch_pytree.register_pytree_node(
         cls,
         lambda node: (list(flatten(node)[0]), flatten(node)[1]),
@@ -105,9 +117,8 @@ def frozen(tree: Any, dtype: torch.dtype | None = None) -> Frozen:
     return Frozen(tree, dtype)
 
 
-register_node(Stacked, lambda n: ((n.tree,), None), lambda _, c: Stacked(*c))
-register_node(Unit, lambda n: ((n.tree,), None), lambda _, c: Unit(*c))
-register_node(Pinned, lambda n: ((n.tree,), None), lambda _, c: Pinned(*c))
+for marker in (Stacked, Unit, Pinned):
+    register_node(marker, lambda n: ((n.tree,), type(n)), lambda kind, c: kind(*c))
 register_node(Frozen, lambda n: ((n.tree,), n.dtype), lambda dtype, c: Frozen(c[0], dtype))
 
 
@@ -117,7 +128,7 @@ def is_marker(node: object) -> bool:
 
 def has_marker(tree: Any) -> bool:
     """Returns whether a marker is anywhere in `tree`."""
-    return any(is_marker(node) for node in optree.tree_leaves(tree, is_leaf=is_marker))
+    return any(map(is_marker, optree.tree_leaves(tree, is_leaf=is_marker)))
 
 
 def without_markers(tree: Any) -> Any:
@@ -128,6 +139,5 @@ def without_markers(tree: Any) -> Any:
     """
     if not has_marker(tree):
         return tree
-    return optree.tree_map(
-        lambda node: without_markers(node.tree) if is_marker(node) else node, tree, is_leaf=is_marker
-    )
+    leaves, spec = optree.tree_flatten(tree, namespace=BARE)
+    return optree.tree_unflatten(spec, leaves)

@@ -69,7 +69,7 @@ def check(sums: Tensor, own: str, comms: Communicators) -> None:
     # on a GPU the host does not wait: it looks at those of an earlier step, if they have come
     unread = comms.unread
     if unread is None:
-        unread = Unread(comms.event(), torch.empty(2, dtype=torch.float64, pin_memory=True), own)
+        unread = Unread(comms.event(), torch.empty(2, dtype=torch.float64, device="cpu", pin_memory=True), own)
     elif not unread.arrived.query():
         return
     elif _apart(unread.sums, comms):

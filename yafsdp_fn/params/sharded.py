@@ -141,6 +141,11 @@ class Sharded(NotATensor):
         kept = [(number, group) for number, group in numbered if only is None or number in only]
         return [(number, group, leaf) for (number, group), leaf in zip(kept, self.leaves, strict=True)]
 
+    @property
+    def groups(self) -> list[Group]:
+        """Its groups, in the order of its leaves."""
+        return [group for _, group, _ in self.group_leaves()]
+
     def counted(self) -> list[Any]:
         """The leaves without units that an earlier stage holds too: sums over all stages include each unit once."""
         out = []

@@ -97,11 +97,17 @@ INITIALIZER = (
     "write to one: lambda g, shape, dtype: torch.nn.init.xavier_uniform_(torch.empty(shape, dtype=dtype), generator=g)"
 )
 
+META = "{} is on the meta device and has no values; give whole tensors, or ya.Lazy leaves that load them"
+
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
     def give(layer: int | None) -> Tensor:
+        if isinstance(leaf, Tensor):
+            if leaf.is_meta:
+                raise TypeError(META.format(path))
+            return leaf.detach() if layer is None else leaf.detach()[layer]
         shape = leaf.shape if layer is None else leaf.shape[1:]
         if isinstance(leaf, Param):
             try:
@@ -118,10 +124,8 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
             raise ValueError(fault)
         return value
 
-    if isinstance(leaf, Param | Lazy):
+    if isinstance(leaf, Param | Lazy | Tensor):
         return give
-    if isinstance(leaf, Tensor):
-        return lambda layer: leaf.detach() if layer is None else leaf.detach()[layer]
     raise TypeError(no_leaf(path, leaf))
 
 
@@ -234,7 +238,7 @@ def whole_tree(tree: Tree) -> Tree:
 def _whole(node: Any) -> Any:
     if not isinstance(node, Sharded):
         return node
-    columns: list[Any] = [None] * node.entry.leaf_count
+    columns: list[Any] = [None] * node.entry.spec.num_leaves
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
         # a leaf of another size would be gathered, but mix units up
@@ -265,8 +269,7 @@ def unit_shard(handle: Sharded, group: Group, leaf: Tensor, index: int, dtype: t
     dtype: the part is converted to it before it travels
     """
     comms = handle.owner.comms
-    row = shard_at_home(handle, group, leaf, index)
-    row = row if dtype is None else row.to(dtype)
+    row = shard_at_home(handle, group, leaf, index).to(dtype=dtype)
     return row if group.stages is None else comms.from_stage(row, group.home(index))
 
 

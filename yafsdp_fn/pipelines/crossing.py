@@ -17,7 +17,8 @@ from yafsdp_fn.pipelines.cut import cut
 from yafsdp_fn.pipelines.stage_io import Crossing
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, argument_name
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments
+from yafsdp_fn.runtime.batch import argument_name
 from yafsdp_fn.runtime.consistency import digest
 from yafsdp_fn.runtime.graph_walks import foreign
 from yafsdp_fn.runtime.memory import StateMemory
@@ -32,7 +33,8 @@ def program_of(arguments: Arguments, memory: StateMemory, programs: Programs) ->
     if arguments.plain:  # a stage would have the gradient of its part alone
         raise ValueError("a gradient of plain tensors on a mesh with stages: put them into the state")
     batch = shapes(arguments.rest)
-    known, key = programs.known, (memory.key, arguments.microbatches, batch)
+    known = programs.known
+    key = (memory.key, arguments.microbatches, batch)
     if key in known:
         found = known[key] = known.pop(key)  # the last to run
         return found
@@ -78,10 +80,7 @@ def _check(found: Tracer) -> None:
     if others := foreign(found.read):
         raise errors.parameter_of_a_module(others[0])
     if not set(map(id, found.read)).isdisjoint(map(id, found.leaves)):
-        raise RuntimeError(
-            "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and "
-            "the sum would lack the others'. Visit them (ya.apply, ya.scan)"
-        )
+        raise RuntimeError(errors.READ_BESIDE_VISITS)
     if rewritten := found.rewritten():
         raise RuntimeError(
             f"{rewritten[0]}: an argument is written in place after the visit took it; another stage would take "

@@ -28,9 +28,10 @@ from yafsdp_fn.runtime.arguments import Results, StepLoss, detached
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import BackwardRoot, Session
+from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
-from yafsdp_fn.runtime.reductions import Mean, is_reduction
+from yafsdp_fn.runtime.reductions import Mean, is_reduction, shapes_in
 from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.visit import GradTargets, ToSlots
 from yafsdp_fn.util.torch_private import asks_for_values
@@ -170,6 +171,11 @@ class StageSession(Session):
             if not asks_for_values(error):
                 raise
             raise errors.value_on_other_stage(f"the loss, called for {self._named},", error) from error
+        if self.watch:  # all stages alike: each of them has the whole loss
+            made = [mean.total, *self.segment.given]
+            self.check_origin(made)
+            if read_beside_visits(made, self.leaves)[0]:
+                raise RuntimeError(errors.READ_BESIDE_VISITS)
         # what it has made, and what leaves for other segments
         left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
@@ -251,8 +257,10 @@ class StageSession(Session):
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit that is here; returns what stands for the outputs of another one."""
         number = len(self.visits)
+        if self.watch:
+            self.segment.given += call.tensors
         if self.segment.enter(call, number):
-            self.new_visit(call.name, call.units)
+            self.new_visit(call)
             return self.segment.placeholders(call, number)
         return self.segment.checked(call, super().visit(call), number)
 
@@ -276,6 +284,7 @@ class Segment:
     def __init__(self, crossing: Crossing, call: Call, arrived: Mapping[int, list[Tensor]], where: str) -> None:
         self._crossing, self._split, self._call, self._arrived = crossing, crossing.split, call, arrived
         self._where = where
+        self.given: list[Tensor] = []  # what all visits take, in a step that looks
         # flow -> piece -> tensor, and its version
         self._left: dict[int, dict[int, tuple[Tensor, int]]] = {}
         for number, flow in enumerate(self._split.flows):
@@ -366,6 +375,12 @@ class StageResults:
         has_loss = call.segment == self._crossing.loss
         # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
+        came, traced = shapes_in(nodes), shapes_in([node for _, node in self._crossing.aux])
+        if came != traced:
+            raise OrderChanged(
+                f"aux: microbatch {call.microbatch} returned the shapes {came}, and {traced} when the step was traced; "
+                "each call must return the same leaves, of the same shapes"
+            )
         kept = self._nodes[call.microbatch]
         for at, ((home, _), node) in enumerate(zip(self._crossing.aux, nodes, strict=True)):
             made_here = has_loss if home is None else call.segment == home

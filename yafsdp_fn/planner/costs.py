@@ -285,7 +285,7 @@ def link(trace: Trace, cluster: Cluster, flow: int) -> str:
 
 
 def half_of(cost: Cost, half: str) -> Cost:
-    """Returns `cost` with the backward that a half of it is."""
+    """Returns `cost` with one half of its backward. half: as `Backward.half`; "both" leaves all of it"""
     if half == "both":
         return cost
     inputs = min(cost.flops, cost.bwd_flops)
@@ -344,7 +344,7 @@ def through_memory(cluster: Cluster, nbytes: float, encoded: int = 0) -> tuple[P
 def phases_of_compute(
     cluster: Cluster, cost: Cost, kernels: str, *, forward: bool = False, backward: bool = False
 ) -> tuple[Phase, ...]:
-    """Returns the phases of a pass, or of both. kernels: as `Trace.kernels`"""
+    """Returns the phases of a visit's forward, of its backward, or of both together. kernels: as `Trace.kernels`"""
     matmul = cost.flops * forward + cost.bwd_flops * backward
     attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward
     seconds = matmul / cluster.matmul_flops + attention / cluster.attention_flops

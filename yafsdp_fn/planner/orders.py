@@ -1,31 +1,32 @@
 """Orders of calls for pipelines, written by search: forwards, backwards of inputs and of weights on each stage.
 
-    CallGraph            the seconds of each call, and the memory that a microbatch holds meanwhile
+    CallGraph        the seconds of each call, and the memory that a microbatch holds meanwhile
     evaluate         runs rows of calls: each begins as soon as its stage is free and its input has come
-    Search           lists calls greedily, then moves calls on the critical path of the best rows
+    listed           lists calls greedily, by preferences
+    Search           changes the preferences of the best list
 
-An evaluation takes a millisecond or two, since it knows calls and messages alone: programs are built, proved and
-simulated from the rows that come out of it (synthesize.py).
+A list takes milliseconds, since it knows calls and messages alone: programs are built, proved and simulated from the
+rows that come out of it (synthesize.py).
 """
 
 import heapq
 import itertools
 import math
-import operator
 import random
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from yafsdp_fn.pipelines.messages import Pace
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.ops import Backward, Forward, Send
-from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Trace
 
 Rows = Sequence[Sequence[Call]]
 """The calls of each stage, in order."""
-KINDS: tuple[Kind, ...] = ("forward", "inputs", "weights")
 
 
 class CallGraph(NamedTuple):
@@ -86,192 +87,172 @@ class CallGraph(NamedTuple):
     @property
     def pace(self) -> Pace:
         """The order of messages follows from it."""
-        return Pace(self._seconds, self.message)
+        return Pace(self.seconds, self.message)
 
-    def _seconds(self, call: Call) -> float:
-        if call.kind == "backward":
-            return self.inputs[call.segment] + self.weights[call.segment]
-        seconds = {"forward": self.forward, "inputs": self.inputs, "weights": self.weights}
-        return seconds[call.kind][call.segment]
+    def seconds(self, call: Call) -> float:
+        """Returns the seconds of a call, of a whole backward those of its halves."""
+        segment = call.segment
+        if call.kind == "forward":
+            return self.forward[segment]
+        if call.kind == "weights":
+            return self.weights[segment]
+        return self.inputs[segment] + self.weights[segment] * (call.kind == "backward")
+
+    def takes(self, call: Call) -> float:
+        """Returns the memory that a call takes, less than nothing where it frees some."""
+        segment = call.segment
+        if call.kind == "forward":
+            return self.held[segment]
+        if call.kind == "weights":
+            return -self.between[segment]
+        return self.between[segment] * (call.kind == "inputs") - self.held[segment]
+
+    def source(self, call: Call) -> int | None:
+        """Returns the segment whose call in the same direction gives what this one takes; None where there is none."""
+        if call.kind == "weights":
+            return None
+        found = call.segment - 1 if call.kind == "forward" else call.segment + 1
+        return found if 0 <= found < len(self.homes) else None
+
+    def arrives(self, call: Call, ends: "Ends") -> float:
+        """Returns when what a call takes is there, given when others have ended: never, if its source has not."""
+        source = self.source(call)
+        if source is None:
+            return 0.0
+        crosses = self.homes[source] != self.homes[call.segment]
+        return ends.get((call.kind == "forward", source, call.microbatch), math.inf) + self.message * crosses
+
+
+Ends = dict[tuple[bool, int, int], float]
+"""The end of each forward (True) and backward, by segment and microbatch; of a backward in halves, that of inputs."""
 
 
 class OrderRun(NamedTuple):
-    """The result of a run. seconds: until the last call ends; memory: the most that each stage holds"""
+    """The result of a run of rows. seconds: until the last call ends; memory: the most that each stage holds
+
+    begins, ends: of each stage, those of its first call and of its last
+    """
 
     seconds: float
     memory: tuple[float, ...]
+    begins: tuple[float, ...]
+    ends: tuple[float, ...]
 
 
 def evaluate(calls: CallGraph, rows: Rows) -> OrderRun:
     """Runs rows, in which a backward may be whole. Raises ValueError where calls wait for each other."""
-    simulator = Simulator(calls)
-    return simulator.run(simulator.codes(rows))
+    ends: Ends = {}
+    begins = [0.0] * len(rows)
+    clock = [0.0] * len(rows)
+    left = [deque(row) for row in rows]
+    goes_on = True
+    while goes_on:
+        goes_on = False
+        for stage, row in enumerate(left):
+            while row and calls.arrives(row[0], ends) < math.inf:
+                call = row.popleft()
+                begin = max(clock[stage], calls.arrives(call, ends))
+                if call == rows[stage][0]:
+                    begins[stage] = begin
+                clock[stage] = begin + calls.seconds(call)
+                if call.kind != "weights":
+                    ends[call.kind == "forward", call.segment, call.microbatch] = clock[stage]
+                goes_on = True
+    stuck = [stage for stage, row in enumerate(left) if row]
+    if stuck:
+        raise ValueError(f"the calls wait for each other: stage {stuck[0]} for ever")
+    memory = tuple(max(itertools.accumulate(map(calls.takes, row))) for row in rows)
+    return OrderRun(max(clock), memory, tuple(begins), tuple(clock))
 
 
-# ---- Calls are numbered by kind, segment and microbatch: a line has those of one kind and segment.
-#
-#     code = line * microbatches + microbatch          line = kind * segments + segment
+# ---- Lists calls greedily: a free stage takes the last segment's of those whose input has come, backwards before
+# forwards. A backward of weights is put off where something else is soon to come.
 
 
-class Simulator:
-    """Runs rows of codes.
+class Preferences(NamedTuple):
+    """The preferences of a list, by segment.
 
-    seconds, takes: of each call; takes: memory, less than nothing where it frees some
-    source: distance from a code to that of the call in another segment whose output it takes, 0 where there is none;
-        delay: seconds of the message from there
-    ends: when each call of the last run ended; causes: the call after which it could begin, -1 for none
+    ahead: the most microbatches under way, at least one
+    patience: the part of a backward of weights for which it is put off when something else comes meanwhile
     """
 
-    def __init__(self, calls: CallGraph) -> None:
-        self.calls = calls
-        m = calls.microbatches
-        count = len(calls.homes)
-        self.size = count * m
-        # of each line
-        seconds = [*calls.forward, *calls.inputs, *calls.weights]
-        between = map(operator.sub, calls.between, calls.held)
-        takes = [*calls.held, *between, *map(operator.neg, calls.between)]
-        gaps = [calls.message * (a != b) for a, b in itertools.pairwise(calls.homes)]
-        nothing = [0] * count
-        delay = [0.0, *gaps, *gaps, 0.0, *nothing]
-        others = count - 1
-        source = [0, *[-m] * others, *[m] * others, 0, *nothing]
-        # of each call
-        self.seconds = [value for value in seconds for _ in range(m)]
-        self.takes: list[float] = [value for value in takes for _ in range(m)]
-        self.delay = [value for value in delay for _ in range(m)]
-        self.source = [value for value in source for _ in range(m)]
-        self.ends: list[float] = []
-        self.causes: list[int] = []
-
-    def codes(self, rows: Rows) -> list[list[int]]:
-        """Returns rows as codes. A whole backward is its first half, which takes as long as both."""
-        calls = self.calls
-        for call in itertools.chain.from_iterable(rows):
-            if call.kind == "backward":
-                code = self.code(call)
-                self.seconds[code] = calls.inputs[call.segment] + calls.weights[call.segment]
-                self.takes[code] = -calls.held[call.segment]
-        return [[self.code(call) for call in row] for row in rows]
-
-    def code(self, call: Call) -> int:
-        kind = 1 if call.kind == "backward" else KINDS.index(call.kind)
-        return kind * self.size + call.segment * self.calls.microbatches + call.microbatch
-
-    def call(self, code: int) -> Call:
-        kind, left = divmod(code, self.size)
-        return Call(KINDS[kind], *divmod(left, self.calls.microbatches))
-
-    def run(self, rows: Sequence[Sequence[int]]) -> OrderRun:
-        """Runs rows. Raises ValueError where calls wait for each other."""
-        seconds = self.seconds
-        delay = self.delay
-        source = self.source
-        self.ends = ends = [-1.0] * (3 * self.size)
-        self.causes = causes = [-1] * (3 * self.size)
-        begun = [0] * len(rows)
-        clock = [0.0] * len(rows)
-        waiting: dict[int, int] = {}  # call -> the stage that waits for it
-        ready = [*range(len(rows))]
-        while ready:
-            stage = ready.pop()
-            now = clock[stage]
-            row = rows[stage]
-            for k in range(begun[stage], len(row)):
-                code = row[k]
-                cause = row[k - 1] if k else -1
-                if source[code]:
-                    other = code + source[code]
-                    if ends[other] < 0:
-                        waiting[other] = stage
-                        break
-                    arrives = ends[other] + delay[code]
-                    if arrives > now:
-                        now = arrives
-                        cause = other
-                now += seconds[code]
-                ends[code] = now
-                causes[code] = cause
-                begun[stage] = k + 1
-                if code in waiting:
-                    ready.append(waiting.pop(code))
-            clock[stage] = now
-        if waiting:
-            raise ValueError(f"the calls wait for each other: stage {next(iter(waiting.values()))} for ever")
-        return OrderRun(max(clock), tuple(map(self.memory, rows)))
-
-    def memory(self, row: Sequence[int]) -> float:
-        """Returns the most that the calls of a row hold at once."""
-        return max(itertools.accumulate(self.takes[code] for code in row))
+    ahead: tuple[float, ...]
+    patience: tuple[float, ...]
 
 
-# ---- Lists calls greedily: a free stage takes the last line of those whose input has come, so backwards before
-# forwards. A backward of weights is put off where little else is to come.
+class Listed(NamedTuple):
+    """A list of calls. begins, ends: as of `OrderRun`"""
 
-PATIENCE = 0.2
-"""The part of a backward of weights for which it is put off when something else comes meanwhile."""
-AHEAD = (2.0, 1.0, math.inf)
-"""Microbatches under way on a segment, of those of 1F1B: a list is written for each."""
+    rows: list[list[Call]]
+    begins: list[float]
+    ends: list[float]
 
 
-def _listed(simulator: Simulator, ahead: float, memory: float) -> list[list[int]] | None:
-    """Lists rows. Returns None where memory leaves no way on. ahead: as in `AHEAD`"""
-    calls = simulator.calls
-    m = simulator.calls.microbatches
-    count = len(calls.homes)
+def listed(calls: CallGraph, prefers: Preferences, memory: float) -> Listed | None:
+    """Lists rows. Returns None where memory leaves no way on."""
     own = [calls.of(stage) for stage in range(calls.stages)]
-    caps = [max(1.0, ahead * (count - s) * calls.stages / count) for s in range(count)]  # microbatches under way
-    done = [0] * (3 * count)  # calls of each line
-    ends: dict[int, float] = {}
+    done: Counter[tuple[str, int]] = Counter()  # calls of a kind and segment
+    ends: Ends = {}
     used = [0.0] * calls.stages
     free = [0.0] * calls.stages
-    rows: list[list[int]] = [[] for _ in own]
+    begins = [math.inf] * calls.stages
+    rows: list[list[Call]] = [[] for _ in own]
     agenda = [(0.0, stage) for stage in range(calls.stages)]
     while agenda:
         now, stage = heapq.heappop(agenda)
         if now < free[stage]:
             continue
-        best = -1
+        # what may come next
+        candidates: list[Call] = []
+        for segment in own[stage]:
+            forwards, backwards = done["forward", segment], done["inputs", segment]
+            if forwards < calls.microbatches and forwards - backwards < prefers.ahead[segment]:
+                candidates.append(Call("forward", segment, forwards))
+            if forwards > backwards:
+                candidates.append(Call("inputs", segment, backwards))
+        best: Call | None = None
         soonest = math.inf
         blocked = False
-        for s in own[stage]:
-            under_way = done[s] - done[count + s]
-            lines = [s] * (done[s] < m and under_way < caps[s]) + [count + s] * (under_way > 0)
-            for line in lines:
-                code = line * m + done[line]
-                source = simulator.source[code]
-                arrives = 0.0
-                if source:
-                    arrives = ends.get(code + source, math.inf) + simulator.delay[code]
-                if arrives > now:
-                    soonest = min(soonest, arrives)
-                elif used[stage] + simulator.takes[code] > memory:
-                    blocked = True
-                else:
-                    best = max(best, line)
-        if best < 0:
-            waiting = {s: done[count + s] - done[2 * count + s] for s in own[stage]}  # backwards of weights
-            late = max(waiting, key=waiting.__getitem__)
-            if waiting[late] > 0 and (blocked or soonest - now >= PATIENCE * calls.weights[late]):
-                best = 2 * count + late
-        if best >= 0:
-            code = best * m + done[best]
-            rows[stage].append(code)
-            done[best] += 1
-            used[stage] += simulator.takes[code]
-            free[stage] = ends[code] = soonest = now + simulator.seconds[code]
-            step = 1 if best < count else -1  # to the segment that takes its output
-            following = best % count + step
-            if best < 2 * count and 0 <= following < count:
-                home = calls.homes[following]
-                arrives = ends[code] + simulator.delay[(best + step) * m]
-                heapq.heappush(agenda, (max(free[home], arrives), home))
+        for call in sorted(candidates, key=lambda call: (call.kind == "inputs", call.segment)):
+            arrives = calls.arrives(call, ends)
+            if arrives > now:
+                soonest = min(soonest, arrives)
+            elif used[stage] + calls.takes(call) > memory:
+                blocked = True
+            else:
+                best = call
+        if best is None:
+            late = max(own[stage], key=lambda segment: done["inputs", segment] - done["weights", segment])
+            long = soonest - now >= prefers.patience[late] * calls.weights[late]
+            if done["inputs", late] > done["weights", late] and (blocked or long):
+                best = Call("weights", late, done["weights", late])
+        if best is not None:
+            rows[stage].append(best)
+            done[best.kind, best.segment] += 1
+            used[stage] += calls.takes(best)
+            begins[stage] = min(begins[stage], now)
+            free[stage] = soonest = now + calls.seconds(best)
+            if best.kind != "weights":
+                ends[best.kind == "forward", best.segment, best.microbatch] = soonest
+                # who takes its output
+                target = best.segment + (1 if best.kind == "forward" else -1)
+                if 0 <= target < len(calls.homes):
+                    home = calls.homes[target]
+                    arrives = calls.arrives(best._replace(segment=target), ends)
+                    heapq.heappush(agenda, (max(free[home], arrives), home))
         if soonest < math.inf:
             heapq.heappush(agenda, (soonest, stage))
-    return rows if sum(done) == 3 * simulator.size else None
+    whole = sum(map(len, rows)) == 3 * len(calls.homes) * calls.microbatches
+    return Listed(rows, begins, free) if whole else None
 
 
-# ---- Search: lists at first, then moves of calls on the critical path.
+# ---- Search: lists at first by what is usually good, then by other preferences.
+
+AHEAD = (2.0, 1.0, math.inf)
+"""Microbatches under way on a segment, of those of 1F1B: a list is made for each at first."""
+PATIENCE = 0.2
+PATIENCES = (0.0, 0.1, PATIENCE, 0.5, 1.0)
+"""Patience at first, and what it is changed to."""
 
 
 class Search:
@@ -280,94 +261,65 @@ class Search:
     starts: rows to begin with, such as those of builders; rows that do not fit are left out
     The same seed and number of moves find the same rows, on any machine.
 
-    rows: the best; seconds: of these; moves: how many were tried; simulator: of rows
+    rows: the best; seconds: of these; moves: how many lists were made
     """
 
     def __init__(self, calls: CallGraph, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0) -> None:
         self.calls = calls
         self.memory = memory * (1 + 1e-9)
+        self.rows: Rows = []
         self.seconds = math.inf
         self.moves = 0
-        self.simulator = Simulator(calls)
         self._random = random.Random(seed)
-        self._best: list[list[int]] = []
-        self._path: list[tuple[int, int]] = []  # the critical one of these: stages and places
-        self._ahead = iter(AHEAD)
+        self._first = iter([self._usual(ahead) for ahead in AHEAD])
+        self._best = self._usual(1.0)  # the preferences of the best list, and its seconds
+        self._best_s = math.inf
         for rows in starts:
-            self._offer([self._halved(row) for row in rows])
-
-    @property
-    def rows(self) -> list[list[Call]]:
-        return [[self.simulator.call(code) for code in row] for row in self._best]
+            with suppress(ValueError):  # they wait for each other
+                run = evaluate(calls, rows)
+                if max(run.memory) <= self.memory:
+                    self._offer(rows, run)
 
     def run(self, moves: int) -> None:
-        """Tries so many moves more: greedy lists at first, then moves of calls."""
+        """Makes so many lists more."""
         for _ in range(moves):
-            ahead = next(self._ahead, None)
-            rows = self._moved() if ahead is None else _listed(self.simulator, ahead, self.memory)
-            if rows is not None:
-                self._offer(rows)
+            prefers = next(self._first, None) or self._changed()
             self.moves += 1
+            found = listed(self.calls, prefers, self.memory)
+            if found is None:
+                continue
+            seconds = self._offer(found.rows, found)
+            if seconds <= self._best_s:
+                self._best = prefers
+                self._best_s = seconds
 
-    def _halved(self, row: Iterable[Call]) -> list[int]:
-        """Returns a row as codes; a whole backward gives those of its two halves."""
-        codes = []
-        for call in row:
-            codes.append(self.simulator.code(call))
-            if call.kind == "backward":
-                codes.append(codes[-1] + self.simulator.size)
-        return codes
-
-    def _offer(self, rows: list[list[int]]) -> None:
-        """Adopts rows that are no slower than the best, unless they wait for each other or do not fit."""
-        try:
-            run = self.simulator.run(rows)
-        except ValueError:
-            return
-        seconds = max(map(self.length, rows))
-        if seconds <= self.seconds and max(run.memory) <= self.memory:
+    def _offer(self, rows: Rows, run: OrderRun | Listed) -> float:
+        """Adopts rows that are no slower than the best; returns their seconds."""
+        seconds = max(map(self.length, run.begins, run.ends))
+        if seconds <= self.seconds:
             self.seconds = seconds
-            self._best = rows
-            self._path = self._critical_path(rows)
+            self.rows = rows
+        return seconds
 
-    def length(self, row: Sequence[int]) -> float:
-        """Returns the seconds of a row in the last run: what is searched for is the order whose longest row is
-        shortest."""
-        return self.simulator.ends[row[-1]]
+    def length(self, begin: float, end: float) -> float:
+        """Returns the length of a row: what is searched for is the order whose longest row is shortest."""
+        return end
 
-    def _moved(self) -> list[list[int]] | None:
-        """Returns the best rows with a call on the critical path in another place: a backward of weights later, into a
-        gap. None where it would pass another half of its pass or another microbatch of its line."""
-        if not self._best:
-            return None
-        rng = self._random
-        size = self.simulator.size
-        stage, at = rng.choice(self._path)
-        row = self._best[stage]
-        code = row[at]
-        far = rng.choice([1, 2, 3, 5, 8, 13, 21, 34])
-        if code < 2 * size:  # others wait for it
-            far = rng.choice([1, 1, 1, 2, 2, 3, 5, 8]) * rng.choice([-1, -1, 1])
-        to = min(len(row) - 1, max(0, at + far))
-        passed = row[to:at] if to < at else row[at + 1 : to + 1]
-        if not passed:
-            return None
-        m = self.calls.microbatches
-        for other in passed:
-            if other % size == code % size or other // m == code // m:
-                return None
-        changed = [*row]
-        changed.insert(to, changed.pop(at))
-        return [*self._best[:stage], changed, *self._best[stage + 1 :]]
+    def _usual(self, ahead: float) -> Preferences:
+        """Returns the preferences with so many microbatches under way, of those of 1F1B."""
+        count = len(self.calls.homes)
+        of_1f1b = [(count - segment) * self.calls.stages / count for segment in range(count)]
+        return Preferences(tuple(max(1.0, ahead * most) for most in of_1f1b), (PATIENCE,) * count)
 
-    def _critical_path(self, rows: list[list[int]]) -> list[tuple[int, int]]:
-        """Returns the calls on the critical path of the last run, which was of `rows`, as stages and places."""
-        places: dict[int, tuple[int, int]] = {}
-        for stage, row in enumerate(rows):
-            places |= {code: (stage, at) for at, code in enumerate(row)}
-        code = max(rows, key=self.length)[-1]
-        path = []
-        while code >= 0:
-            path.append(places[code])
-            code = self.simulator.causes[code]
-        return path
+    def _changed(self) -> Preferences:
+        """Returns the preferences of the best list with one to three changes."""
+        ahead = [*self._best.ahead]
+        patience = [*self._best.patience]
+        for _ in range(self._random.choice([1, 1, 2, 3])):
+            segment = self._random.randrange(len(ahead))
+            if self._random.random() < 0.6:
+                more = self._random.choice([-2, -1, 1, 2])
+                ahead[segment] = max(1.0, min(ahead[segment], self.calls.microbatches) + more)
+            else:
+                patience[segment] = self._random.choice(PATIENCES)
+        return Preferences(tuple(ahead), tuple(patience))

@@ -1,7 +1,6 @@
 """`Plan`: the time and the memory of a program on a cluster, before any machine is rented."""
 
 import base64
-import math
 from typing import NamedTuple
 
 from yafsdp_fn.planner import footprint
@@ -16,7 +15,7 @@ from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace, shortened
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
-from yafsdp_fn.util.mesh_axes import CONTEXT, INSIDE, check_inside
+from yafsdp_fn.util.mesh_axes import CONTEXT, check_inside, mesh_sizes
 from yafsdp_fn.util.words import counted
 
 PARTS = ("compute", "communication", "overhead")
@@ -188,22 +187,5 @@ def axes(
     ranks: int, replicate: int | None = None, local: int | None = None, **inside: int
 ) -> tuple[tuple[str, int], ...]:
     """Returns `Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
-    names = sorted(inside, key=lambda name: INSIDE.index(name) if name in INSIDE else -1)
-    check_inside(names)
-    parts = math.prod(inside.values())
-    if parts < 1 or ranks % parts:
-        asked = " x ".join(f"{name}={inside[name]}" for name in names)
-        raise ValueError(f"{asked} does not divide {ranks} ranks")
-    ranks //= parts
-    for name, size in (("replicate", replicate), ("local", local)):
-        if size is not None and (size < 1 or ranks % size):
-            raise ValueError(f"{name}={size} does not divide {ranks} ranks")
-    shard = ranks // (replicate or 1)
-    sizes: dict[str, int] = {} if replicate is None else {"replicate": replicate}
-    if local is None:
-        sizes["shard"] = shard
-    elif shard % local:
-        raise ValueError(f"local={local}: a copy of the state is cut over {shard} ranks, not a multiple of {local}")
-    else:
-        sizes |= {"node": shard // local, "local": local}
-    return tuple((sizes | {name: inside[name] for name in names}).items())
+    check_inside([*inside])
+    return tuple(mesh_sizes(ranks, inside, replicate=replicate, local=local).items())

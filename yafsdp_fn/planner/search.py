@@ -28,7 +28,7 @@ from yafsdp_fn.planner.space import (
     last,
     layers,
 )
-from yafsdp_fn.planner.synthesize import Report, Synthesized, synthesis
+from yafsdp_fn.planner.synthesize import Report, Synthesis, Synthesized
 from yafsdp_fn.program.program import stage_trace
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
@@ -216,7 +216,7 @@ def search(
     of_step = [choice.point for choice in (best, *others) if found[choice] is result.trace]
     staged = best.point.order is not None
     alike = [point for point in of_step if (point.order is not None) == staged]
-    writing = synthesis(result.trace, alike, where, budget, seed)
+    writing = Synthesis(result.trace, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 
 

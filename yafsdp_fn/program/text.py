@@ -21,15 +21,13 @@ def describe(op: Op, trace: Trace) -> str:
         return repr(op)
 
 
+WHERE = {"node": " in node", "stages": " over stages"}
+"""Words of an op for where it takes weights from, or for the ranks that it sums over."""
+
+
 def _in_words(op: Any, trace: Trace) -> str:
     """Returns one op in words. Raises IndexError or TypeError where it names what does not exist."""
     match op:
-        case ops.Gather(units, slots, source):
-            where = " in node" if source == "node" else ""
-            return f"gather {_units(units, trace)}{where} -> {_slots(slots)}"
-        case ops.AllReduce(units, over):
-            where = " over stages" if over == "stages" else ""
-            return f"all-reduce {_units(units, trace)}{where}"
         case ops.Norm(units):
             return f"norm of {len(units)} units"
         case ops.Update(units, part):
@@ -44,7 +42,8 @@ def _in_words(op: Any, trace: Trace) -> str:
         case ops.Backward():
             return _backward(op, trace)
         case _ if isinstance(op, OPS):  # what is moved follows from its annotations
-            return f"{name_of(op)} {_subject(op, trace)}{_moved(op)}"
+            where = WHERE.get(getattr(op, "source", getattr(op, "over", "")), "")
+            return f"{name_of(op)} {_subject(op, trace)}{where}{_moved(op)}"
         case _ if hasattr(op, "stream"):  # of a peer: simulated, never run
             return f"copy {_units(op.units, trace)}".strip()
     return repr(op)

@@ -34,17 +34,8 @@ class Refused(ValueError):
 
 
 def refusal(program: Program, rule: str, at: int, why: str, buffer: Buffer | None, other: int | None) -> Refused:
-    """Returns the refusal of op `at`, -1 for the end. other: the op that it collides with, -1 for the step before."""
-    return Refused(rule, at, _drawn(program, rule, at, why, buffer, other))
-
-
-def refusal_on(stage: int, rule: str, why: str, where: str = "", at: int = -1) -> Refused:
-    """Returns the refusal of a whole stage, or of one of its ops. where: its beginning, in words"""
-    return Refused(rule, at, f"stage {stage}: {where}rule {rule!r}: {why}", stage)
-
-
-def _drawn(program: Program, rule: str, at: int, why: str, buffer: Buffer | None, other: int | None) -> str:
-    """Returns the message: what is wrong, and the uses of `buffer` from one of the two ops to the other."""
+    """Returns the refusal of op `at`, -1 for the end, with the uses of `buffer` from there to op `other`, with which it
+    collides, -1 for the step before."""
     place = "end of program"
     if at >= 0:
         place = f"op {at} ({describe(program.ops[at], program.trace)})"
@@ -53,7 +44,7 @@ def _drawn(program: Program, rule: str, at: int, why: str, buffer: Buffer | None
         head += " (it was there when the step began)"
     ends = [end for end in (at, other) if end is not None and end >= 0]
     if buffer is None or not ends:
-        return head
+        return Refused(rule, at, head)
     # from which op to which one
     first = min(ends)
     last = max(ends)
@@ -78,7 +69,12 @@ def _drawn(program: Program, rule: str, at: int, why: str, buffer: Buffer | None
     for line in lines:
         cells = map(str.ljust, line, width)
         drawn.append(f"    {'  '.join(cells)}".rstrip())
-    return "\n".join(drawn)
+    return Refused(rule, at, "\n".join(drawn))
+
+
+def refusal_on(stage: int, rule: str, why: str, where: str = "", at: int = -1) -> Refused:
+    """Returns the refusal of a whole stage, or of one of its ops. where: its beginning, in words"""
+    return Refused(rule, at, f"stage {stage}: {where}rule {rule!r}: {why}", stage)
 
 
 def _in_words(program: Program, buffer: Buffer) -> str:

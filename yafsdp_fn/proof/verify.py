@@ -9,17 +9,28 @@ contribution of the step is reduced on the stage that has made it; by `shared` a
 unit sum up their contributions, each of them once, at the same op.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Message
-from yafsdp_fn.proof import computes, deadlock, form, gradients, stages
+from yafsdp_fn.proof import computes, form, gradients
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.execution import Execution, Rule, by_moment
 from yafsdp_fn.util.words import counted
 
 # ---- The rules.
+
+
+def _of_stages(name: str) -> Callable[[Program], None]:
+    """Returns a check of stages.py, which is loaded when it is asked: the program of a plain step has one stage."""
+
+    def check(program: Program) -> None:
+        getattr(import_module("yafsdp_fn.proof.stages"), name)(program)
+
+    return check
+
 
 RULES = (
     # computes, and what they read
@@ -133,7 +144,7 @@ RULES = (
         update=gradients.after_the_norm,
         exchange=gradients.between_parts,
         end=gradients.all_updated,
-        proved=stages.all_or_none_update,
+        proved=_of_stages("all_or_none_update"),
     ),
     Rule(
         "norm",
@@ -146,23 +157,23 @@ RULES = (
     Rule(
         "stages",
         "every stage of the step has its ops, and units are shared as the cut says",
-        pipeline=stages.a_program_each,
+        pipeline=_of_stages("a_program_each"),
     ),
     Rule(
         "calls",
         "each segment runs on its stage once forward and once backward in every microbatch, visit by visit",
-        in_form=stages.once_each_way,
+        in_form=_of_stages("once_each_way"),
     ),
     Rule(
         "match",
         "any two stages send and receive the same messages in the same order",
-        proved=stages.sent_is_received,
+        proved=_of_stages("sent_is_received"),
     ),
     Rule(
         "deadlock",
         "all programs end, even if a send waits for its receive, and the host blocks before each op that is not a "
         "message",
-        proved=deadlock.all_end,
+        proved=_of_stages("all_end"),
     ),
 )
 """All rules, in the order in which those are asked that look at the same moment."""

@@ -11,9 +11,9 @@ from torch import Tensor
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.micro_shards import micro_shard_seed, microbatches_on
 from yafsdp_fn.params.markers import Frozen
-from yafsdp_fn.params.sharded import Runner, Sharded, handles, handles_and_leaves, is_sharded
-from yafsdp_fn.params.tree import Tree, dotted, shape_of
-from yafsdp_fn.runtime.batch import NESTED, is_cut, split_batch
+from yafsdp_fn.params.sharded import Runner, Sharded, handles, is_sharded
+from yafsdp_fn.params.tree import Tree, shape_of
+from yafsdp_fn.runtime.batch import argument_name, note_missing_rows, split_batch
 from yafsdp_fn.runtime.graph_walks import depends
 from yafsdp_fn.runtime.reductions import Mean, as_mean, of_tensors
 from yafsdp_fn.runtime.shards import Shards
@@ -109,32 +109,6 @@ class Arguments:
         if self.microbatches > 1:
             self._microbatch = split_batch(self.rest, self.microbatches, "microbatches", "microbatches", argument_name)
 
-    def check_rest(self) -> None:
-        """Raises TypeError for a tensor that nothing can be learnt from, and for what a call uses up: asked before the
-        first one, and where a step looks."""
-        for accessor, leaf in handles_and_leaves(self.rest):
-            if isinstance(leaf, Iterator):
-                raise TypeError(
-                    f"{argument_name(accessor)} is a {type(leaf).__name__}, of which each call of the loss takes more, "
-                    "and there are more calls than steps: give what it yields, step(state, next(batches))"
-                )
-            if not isinstance(leaf, Tensor):
-                continue
-            name = argument_name(accessor)
-            if leaf.is_meta or leaf.is_inference():
-                raise TypeError(
-                    f"{name} was made on the meta device, where it has no values, or under "
-                    "torch.inference_mode, where no gradient passes it"
-                )
-            if leaf.is_nested:
-                raise TypeError(NESTED.format(name))
-            if leaf.requires_grad:
-                raise TypeError(
-                    f"{name} requires a gradient, and a step has gradients of the state's params alone: {name} would "
-                    "get none. Detach it (x.detach()); what is to be trained goes into the state, and ya.grad with "
-                    "argnums= differentiates by other arguments, too"
-                )
-
     @cached_property
     def plain(self) -> list[Tensor]:
         """Leaves for the plain tensors, for a backward. (Inside torch.func none can be made.)"""
@@ -162,7 +136,7 @@ class Arguments:
         try:
             return self.on(nodes, whole)
         except Exception as error:
-            _note_missing_rows(error, whole)
+            note_missing_rows(error, whole)
             raise
 
     def _given(self, node: Any, runner: Runner | None, copied: bool) -> Any:
@@ -193,13 +167,13 @@ class Arguments:
             if isinstance(node, Tensor):
                 found = next(given)
                 nodes.append(zero(node) if found is None else found)
-            elif isinstance(node, Frozen):
-                nodes.append(zeros(node))
-            else:
+            elif is_sharded(node):
                 assert shards is not None
                 of_group = [(shards.tensors[k], leaf) for k, _, leaf in node.group_leaves()]
                 grads = tuple(zero(leaf) if g is None else g for g, leaf in of_group)
                 nodes.append(node.gradient(grads, record))
+            else:
+                nodes.append(optree.tree_map(zero, node))
         return list(optree.tree_unflatten(self.spec, nodes))
 
 
@@ -239,28 +213,6 @@ def add_to(sums: list[Tensor | None], found: Iterator[Tensor | None]) -> None:
             sums[index] = grad if before is None else before + grad
 
 
-# ---- Names and zeros.
-
-
-def argument_name(accessor: optree.PyTreeAccessor) -> str:
-    """Returns the name that errors use for a leaf of `(positional, keyword)` arguments."""
-    path = dotted(accessor[2:])
-    return f"{path + ' of ' if path else ''}argument {accessor[1].entry}"
-
-
-def _note_missing_rows(error: Exception, rest: Any) -> None:
-    """Adds to an error which arguments have no rows: most modules cannot do without, and torch names no argument."""
-    found = handles_and_leaves(rest)
-    if empty := [argument_name(accessor) for accessor, leaf in found if is_cut(leaf) and not len(leaf)]:
-        error.add_note(
-            f"{' and '.join(empty)}: no rows on this rank, in this microbatch. Does the loss take that? If not, give "
-            "each rank and microbatch some, with targets or weights that do not count"
-        )
-
-
 def zero(leaf: Tensor) -> Tensor:
+    """Returns zeros like `leaf`, without memory of their own."""
     return leaf.new_zeros(()).expand(leaf.shape)
-
-
-def zeros(frozen: Any) -> Any:
-    return optree.tree_map(zero, frozen)

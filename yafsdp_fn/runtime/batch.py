@@ -1,7 +1,7 @@
-"""Cuts batches along their first axis, into the parts of ranks and into microbatches."""
+"""Cuts batches along their first axis, into the parts of ranks and into microbatches; and looks at what losses get."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from yafsdp_fn.communication.groups import MeshRanks, device_of
 from yafsdp_fn.communication.micro_shards import micro_shards_of
 from yafsdp_fn.communication.ranks import Axis
-from yafsdp_fn.params.sharded import is_sharded
+from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, named_leaves, tensors_in
 from yafsdp_fn.runtime.consistency import OF_A_RANK, digest
 from yafsdp_fn.runtime.graph_walks import sample
@@ -49,6 +49,8 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     for path, leaf in named_leaves(batch):
         if isinstance(leaf, Tensor) and leaf.is_nested:
             raise TypeError(f"shard_batch: {NESTED.format(path or 'the batch')}")
+        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
+            raise TypeError(f"shard_batch: {path or 'the batch'} is a sparse tensor: give it dense (x.to_dense())")
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
     # not of a GPU's memory, for which the host would wait
@@ -194,3 +196,49 @@ def _is_list(node: Any) -> bool:
 
 def is_cut(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+# ---- The arguments of a loss that are not differentiated, batches above all: their names, and what is wrong with them.
+
+
+def argument_name(accessor: optree.PyTreeAccessor) -> str:
+    """Returns the name that errors use for a leaf of `(positional, keyword)` arguments."""
+    path = dotted(accessor[2:])
+    return f"{path + ' of ' if path else ''}argument {accessor[1].entry}"
+
+
+def check_arguments(rest: Any) -> None:
+    """Raises TypeError for a tensor that nothing can be learnt from, and for what a call uses up: asked before the
+    first one, and where a step looks."""
+    for accessor, leaf in handles_and_leaves(rest):
+        if isinstance(leaf, Iterator):
+            raise TypeError(
+                f"{argument_name(accessor)} is a {type(leaf).__name__}, of which each call of the loss takes more, "
+                "and there are more calls than steps: give what it yields, step(state, next(batches))"
+            )
+        if not isinstance(leaf, Tensor):
+            continue
+        name = argument_name(accessor)
+        if leaf.is_meta or leaf.is_inference():
+            raise TypeError(
+                f"{name} was made on the meta device, where it has no values, or under "
+                "torch.inference_mode, where no gradient passes it"
+            )
+        if leaf.is_nested:
+            raise TypeError(NESTED.format(name))
+        if leaf.requires_grad:
+            raise TypeError(
+                f"{name} requires a gradient, and a step has gradients of the state's params alone: {name} would "
+                "get none. Detach it (x.detach()); what is to be trained goes into the state, and ya.grad with "
+                "argnums= differentiates by other arguments, too"
+            )
+
+
+def note_missing_rows(error: Exception, rest: Any) -> None:
+    """Adds to an error which arguments have no rows: most modules cannot do without, and torch names no argument."""
+    found = handles_and_leaves(rest)
+    if empty := [argument_name(accessor) for accessor, leaf in found if is_cut(leaf) and not len(leaf)]:
+        error.add_note(
+            f"{' and '.join(empty)}: no rows on this rank, in this microbatch. Does the loss take that? If not, give "
+            "each rank and microbatch some, with targets or weights that do not count"
+        )

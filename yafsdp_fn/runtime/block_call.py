@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.params.layout import Group
+from yafsdp_fn.params.markers import BARE
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.split import Call
@@ -24,6 +25,7 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import StepLoss, returned
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.reductions import Mean
+from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.randomness import (
     LOSS,
     States,
@@ -43,12 +45,12 @@ from yafsdp_fn.util.torch_private import transforms_active
 
 
 class Rows:
-    """The layers of a handle. groups: that they share; columns: their shards, which the pure path keeps here"""
+    """The layers of a handle. groups: that they share; columns: shards by unit, which the pure path keeps here"""
 
     def __init__(self, handle: Sharded) -> None:
         self.handle = handle
-        self.groups = [group for _, group, _ in handle.group_leaves()]
-        self.columns: dict[str, tuple[Tensor, ...]] | None = None
+        self.groups = handle.groups
+        self.columns: dict[int, Tensor] | None = None
 
 
 class HandleWeights:
@@ -193,7 +195,7 @@ class BlockCall(TensorCall):
         signature: Hashable = None,
         carries: bool = False,
     ) -> None:
-        leaves, spec = optree.tree_flatten(args)
+        leaves, spec = optree.tree_flatten(args, namespace=BARE)
         self.name, self.block, self.first = name, block, first
         self._carries, self._code = carries, signature
         self.rows: list[HandleWeights] = []
@@ -227,24 +229,8 @@ class BlockCall(TensorCall):
     @property
     def signature(self) -> Hashable:
         """A key, equal for calls of the same code with the same arguments, tensors and weights aside."""
-        code, *others = self.code
-        return code, self._spec, tuple(map(repr, others))
-
-    @property
-    def code(self) -> tuple[Any, ...]:
-        """The block and its arguments, without tensors and weights."""
         others = (leaf for leaf in self._template if leaf is not ARGUMENT and not isinstance(leaf, HandleWeights))
-        return self._code, *others
-
-    @property
-    def form(self) -> Hashable:
-        """A key of how tensors and weights are passed to the block, and of its autocast."""
-        rows = [
-            (self.units.index(unit), row.handle.entry.spec, g.leaves, g.layout, row.layer if g.pinned else None)
-            for row in self.rows
-            for unit, g in zip(row.units, row.rows.groups, strict=True)
-        ]
-        return self._spec, tuple(rows), self.autocast
+        return self._code, self._spec, tuple(map(repr, others))
 
     # ---- its path
 
@@ -291,7 +277,10 @@ class VisitRunner:
     position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     running: the visit under way, while there is one
+    watch: this call looks for what would be wrong in silence
     """
+
+    watch: bool = False
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
         self.memory, self.number, self.differentiates = memory, number, differentiates
@@ -330,10 +319,10 @@ class VisitRunner:
         comms, track = self.memory.comms, self.differentiates
         counter = loss.seed.counter(comms, microbatch)
         masters = self.memory.masters()
-        before = [master._version for master in masters]
+        before = content(masters, self.watch)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             called = returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
-        if [master._version for master in masters] != before:
+        if content(masters, self.watch) != before:
             raise errors.leaf_written()
         return called
 
@@ -344,12 +333,12 @@ class VisitRunner:
             self.collectives.end_call()
         self.raise_failure()  # before anything is updated, where the loss went on after it
 
-    def new_visit(self, name: str, units: tuple[int, ...]) -> Visit:
+    def new_visit(self, call: BlockCall) -> Visit:
         """Begins a visit of this microbatch."""
         if self._failure or self.running:
-            self._may_begin(name)
-        trained = tuple(filter(self._trained.__contains__, units))
-        self.visits.append(Visit(len(self.visits), name, units, trained))
+            self._may_begin(call.name)
+        trained = tuple(filter(self._trained.__contains__, call.units))
+        self.visits.append(Visit(len(self.visits), call.name, call.units, trained))
         return self.visits[-1]
 
     def _may_begin(self, name: str) -> None:
@@ -363,7 +352,7 @@ class VisitRunner:
         counts = torch.is_grad_enabled() or not self.differentiates
         if not counts:
             self._may_begin(call.name)
-        visit = self.new_visit(call.name, call.units) if counts else None
+        visit = self.new_visit(call) if counts else None
         try:
             outs = self.outputs_of(call, visit)
         except BaseException as error:

@@ -21,6 +21,11 @@ SAME_CALLS = (
     "On batches of one shape it must have one size; sizes from data are for the split_sizes of ya.all_to_all"
 )
 
+READ_BESIDE_VISITS = (
+    "the loss reads sharded leaves beside its visits (a regulariser, say): each stage has only its own, and the sum "
+    "would lack the others'. Visit them (ya.apply, ya.scan)"
+)
+
 ORDERED = (
     "the loss reads sharded leaves beside its visits (a regulariser, say): on a deterministic mesh their gradient "
     "would be added up in another order at another number of ranks. Visit them (ya.apply, ya.scan)"

@@ -9,9 +9,8 @@ Visits without grad in a training step are in no program: they take the pure pat
 is recorded (recording.py). What stages add is in pipelines/session.py.
 """
 
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -39,11 +38,12 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
-from yafsdp_fn.runtime.graph_walks import foreign, leaves_behind, of_other_calls
+from yafsdp_fn.runtime.graph_walks import of_other_calls, read_beside_visits
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
-from yafsdp_fn.runtime.protocols import Replays, StepObserver, Works
+from yafsdp_fn.runtime.protocols import StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
+from yafsdp_fn.runtime.recording import foreign_collectives_refused
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import GradSlot, Shards
 from yafsdp_fn.runtime.slots import Slots
@@ -59,17 +59,6 @@ BackwardRoot = tuple[GradientEdge, Tensor]
 """A root of a backward, and its gradient."""
 
 
-@contextmanager
-def _foreign_collectives_refused() -> Iterator[None]:
-    """Raises where a gradient passes a collective of torch.distributed, unchanged, of which torch only warns."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "c10d::.*an autograd kernel was not registered")
-        try:
-            yield
-        except UserWarning as warned:
-            raise errors.not_by_torch(str(warned).partition(": an")[0]) from warned
-
-
 NOT_THERE = (
     ", since its slot does not hold this step's weights: another program used it, or they were written by hand, which "
     "must happen on all ranks or on none"
@@ -83,9 +72,8 @@ class Session(VisitRunner):
     watch: look for tensors that reach blocks from outside, and for blocks that return other values when they run again:
         in steps 0, 1, 2, 4, 8 and so on, since a loss may change as it goes on
 
-    Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; replays: run
-        visits that recompute; activations: makes the content of the carry slots of a slot set, from the memory and the
-        number of the set
+    Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; activations: makes
+        the content of the carry slots of a slot set, from the memory and the number of the set
     """
 
     def __init__(
@@ -98,16 +86,13 @@ class Session(VisitRunner):
         differentiates: bool,
         observer: StepObserver | None,
         updates: StepUpdates | None,
-        replays: Replays | None,
         activations: Callable[[StateMemory, object], Any],
     ) -> None:
         memory.ready()
         super().__init__(memory, number, differentiates=differentiates, trains=grads is not None)
         self.verified, self.grads, self.observer, self.updates = verified, grads, observer, updates
         runs = verified.runs
-        self.watch = differentiates and runs & (runs - 1) == 0 and (runs == 0 or replays is None)
-        # blocks are watched in Python, which a replay does not run
-        self.replays = None if self.watch else replays
+        self.watch = differentiates and runs & (runs - 1) == 0
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         # the program, and how far it is
@@ -275,11 +260,8 @@ class Session(VisitRunner):
         else:
             work = prepared.work if prepared.stream == "gather" else self.work(op)
         # what slots hold from here on
-        for unit, slot, source in prepared.fills:
-            if source is None:
-                self.slots.contents[slot] = unit, self.memory.versions[unit]
-            else:  # what is copied is as old as it was
-                self.slots.contents[slot] = self.slots.contents[source]
+        for unit, slot in prepared.fills:
+            self.slots.contents[slot] = unit, self.memory.versions[unit]
         if work is None:  # slots are the shards
             return
         comms = self.memory.comms
@@ -372,7 +354,7 @@ class Session(VisitRunner):
             mean, aux = self.call_loss(loss, microbatch)
             results.append(mean, aux)
             self.end()
-            return [self.loss_root(mean), self.token_root()] if self.differentiates else []
+            return [self.loss_root(mean, arguments.plain), self.token_root()] if self.differentiates else []
 
         def backward(microbatch: int, roots: list[BackwardRoot]) -> None:
             self.begin(Call("backward", 0, microbatch))
@@ -390,18 +372,23 @@ class Session(VisitRunner):
         self.end_backward([next(found) if leaf.requires_grad else None for leaf in self.leaves])
         return results
 
-    def loss_root(self, mean: Mean) -> BackwardRoot:
-        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss. In a step that
-        looks it raises for a loss that depends on what gets no gradient: parameters of modules, visits of earlier
-        calls."""
-        if not mean.total.requires_grad:
+    def loss_root(self, mean: Mean, plain: Sequence[Tensor] = ()) -> BackwardRoot:
+        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss. plain: the
+        differentiated tensors that are not sharded"""
+        total = mean.total
+        if not total.requires_grad or (self.watch and not self.check_origin([total], plain)):
             raise ValueError(INDEPENDENT)
-        if self.watch:
-            if of_modules := foreign(leaves_behind([mean.total])):
-                raise errors.parameter_of_a_module(of_modules[0])
-            if others := of_other_calls(mean.total, self):
-                raise errors.of_an_earlier_call(others[0])
-        return get_gradient_edge(mean.total), torch.ones_like(mean.total)
+        return get_gradient_edge(total), torch.ones_like(total)
+
+    def check_origin(self, tensors: Sequence[Tensor], plain: Sequence[Tensor] = ()) -> bool:
+        """Raises for tensors of a loss that depend on what gets no gradient: parameters of modules, visits of earlier
+        calls. Returns whether they depend on visits, leaves or `plain`."""
+        read, visited, of_modules = read_beside_visits(tensors, [*self.leaves, *plain])
+        if of_modules:
+            raise errors.parameter_of_a_module(of_modules[0])
+        if others := of_other_calls(tensors, self):
+            raise errors.of_an_earlier_call(others[0])
+        return visited or bool(read)
 
     def token_root(self) -> BackwardRoot:
         """Returns the root that the last token is: visits that the loss does not use get their backward in its
@@ -414,7 +401,7 @@ class Session(VisitRunner):
         """Runs the backward of a call, under its random numbers. Returns the gradients of `ends`."""
         comms = self.memory.comms
         drawn = loss.seed.counter(comms, microbatch).seed_beside(BACKWARD)
-        collectives = _foreign_collectives_refused() if self.watch else nullcontext()
+        collectives = foreign_collectives_refused() if self.watch else nullcontext()
         edges = [edge for edge, _ in roots]
         seeds = [grad for _, grad in roots]
         with seeded(drawn, comms.device), collectives:

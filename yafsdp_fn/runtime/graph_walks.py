@@ -110,17 +110,21 @@ def saved_by(roots: Iterable[Tensor]) -> set[int]:
     return found
 
 
-def read_beside_visits(total: Tensor, leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
-    """Returns the indices of the `leaves` that `total` depends on other than through visits that are recorded, whether
-    it depends on one of these, and parameters of modules that it depends on, through visits too."""
+def read_beside_visits(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> tuple[list[int], bool, list[Tensor]]:
+    """Returns the indices of the `leaves` that `roots` depend on other than through visits, whether they depend on a
+    visit, and parameters of modules that they depend on, through visits too."""
     visited = False
     ends = set[int]()
-    for node in _nodes([total], ends=lambda node: hasattr(node, "running")):
-        visited = visited or hasattr(node, "running")
+    for node in _nodes(roots, ends=_is_visit):
+        visited = visited or _is_visit(node)
         if hasattr(node, "variable"):
             ends.add(id(node.variable))
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
-    return read, visited, foreign(leaves_behind([total]))
+    return read, visited, foreign([*roots, *leaves_behind(roots)])
+
+
+def _is_visit(node: Any) -> bool:
+    return hasattr(node, "running") or hasattr(node, "closes")
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> list[Tensor]:
@@ -133,10 +137,10 @@ def foreign(leaves: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter) or hasattr(leaf, OF_VISIT)]
 
 
-def of_other_calls(total: Tensor, session: object) -> list[str]:
-    """Returns the names of the visits that `total` depends on and that are not of `session`: of an earlier step."""
+def of_other_calls(roots: Iterable[Tensor], session: object) -> list[str]:
+    """Returns the names of the visits that `roots` depend on and that are not of `session`: of an earlier step."""
     found: list[str] = []
-    for node in _nodes([total]):
+    for node in _nodes(roots):
         running = getattr(node, "running", None) or getattr(node, "closes", None)
         if running is not None and running.session is not session:
             found.append(running.visit.name)

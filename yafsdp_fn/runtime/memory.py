@@ -234,11 +234,6 @@ class StateMemory(Placement[Communicators]):
             self._scratch[dtype] = found
         return found[: shape.numel()].view(shape)
 
-    @property
-    def scratches(self) -> list[Tensor]:
-        """The tensors that `scratch` has allocated so far."""
-        return list(self._scratch.values())
-
     def _bytes(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.comms.device)
 

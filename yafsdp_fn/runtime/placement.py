@@ -163,6 +163,10 @@ class Placement(Generic[AnyRanks]):
         """Returns the user's container with a handle per entry on `leaves`, one per group."""
         return placed(self.layout, leaves, Origin(self, self.generation, seed, step))
 
+    def meta_params(self) -> Tree:
+        """Returns `handles` on shards that have no values."""
+        return self.handles(self.shards("meta"))
+
     # ---- sizes of the buffers that a state needs besides
 
     def buffer_bytes(self) -> tuple[int, int]:

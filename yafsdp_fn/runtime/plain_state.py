@@ -13,9 +13,11 @@ from yafsdp_fn import optim
 from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.base import checked_update, must_be_state_of
 from yafsdp_fn.params.markers import register_node
-from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.sharded import map_trainable, trainable
 from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree, named_leaves
+from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, add_to, returned
+from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -66,9 +68,7 @@ class PlainState:
             must_be_state_of(tx, optree.tree_map(lambda x: x.to("meta"), old), self.opt_state)
             updates, opt_state = checked_update(optim.as_transformation(tx), trainable(grads), self.opt_state, old)
             new = optim.apply_updates(old, updates)
-        # frozen leaves stay as they are
-        moved = dict(zip(map(id, optree.tree_leaves(old)), optree.tree_leaves(new), strict=True))
-        params = optree.tree_map(lambda leaf: moved.get(id(leaf), leaf), self.params)
+        params = map_trainable(lambda _, after: after, self.params, new)
         return dataclasses.replace(self, params=params, opt_state=opt_state, step=self.step + 1)
 
 
@@ -77,3 +77,25 @@ register_node(
     lambda s: ((s.params, s.opt_state), (s.step, s.seed, s.rank)),
     lambda static, c: PlainState(c[0], c[1], *static),
 )
+
+
+# ---- The loop of a step on plain tensors.
+
+
+def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
+    """Runs a loss, and its backward, on each microbatch in turn: what every schedule must equal."""
+    results = Results([], [], [None] * len(arguments.plain))
+    device = device_of_leaves((arguments.nodes, arguments.rest))
+    for microbatch in range(arguments.microbatches):
+        counter = VisitCounter(seed.seed, seed.step, microbatch, seed.rank)
+        # a tree without a state has no step, by which every call would draw other numbers: torch's generators go on
+        drawn, back = [counter.seed_beside(what) if seed.of_state else None for what in (LOSS, BACKWARD)]
+        with torch.set_grad_enabled(track), counting(counter), seeded(drawn, device):
+            mean, aux = returned(arguments.call(microbatch, None, track), has_aux)
+        results.append(mean, aux)
+        if track:
+            if not mean.total.requires_grad:
+                raise ValueError(INDEPENDENT)
+            with seeded(back, device):
+                add_to(results.grads, iter(torch.autograd.grad(mean.total, arguments.plain, allow_unused=True)))
+    return results

@@ -13,7 +13,7 @@ from typing import Any
 from yafsdp_fn import optim
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.sharded import trainable
-from yafsdp_fn.program.ops import Exchange, Forward, Gather
+from yafsdp_fn.program.ops import Exchange, Gather
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Lent, Trace, UnitSpec, UpdateWhen, arguments
 from yafsdp_fn.proof.verify import verify
@@ -49,8 +49,6 @@ class Verified:
         self.has_carry_slots = any(getattr(op, "carry_slot", None) is not None for op in program.ops)
         self.runs = 0
         self.collectives: dict[Any, Any] = {}
-        every = itertools.chain(*all_stages.stages)
-        self.recomputes = any(isinstance(op, Forward) and not op.keep for op in every)
 
     def list(self, collectives: Any) -> None:
         """Lists in the trace what blocks and the loss have called in a step (`BlockCollectives`)."""
@@ -125,7 +123,7 @@ class Programs:
         """Returns the units that the optimizer updates in parts."""
         if self._tx is None:
             return ()
-        parts = optim.parts_of(self._tx, trainable(placement.handles(placement.shards("meta"))))
+        parts = optim.parts_of(self._tx, trainable(placement.meta_params()))
         return tuple(Lent(unit, parts[unit]) for unit in sorted(parts))
 
     # ---- built
@@ -135,19 +133,10 @@ class Programs:
         known only when the step has been traced."""
         if not isinstance(self._schedule, Program) or memory.comms.stages > 1:
             return None
-        lent = self._lent(memory)
         # its visits are compared when they come
-        wanted = self._schedule.trace._replace(
-            units=memory.units,
-            mesh=memory.mesh_axes,
-            microbatches=microbatches,
-            split=None,
-            ordered=memory.comms.deterministic and self.trains,
-            update_when=self._update_when,
-        )
-        if self._schedule.has_updates:
-            wanted = wanted._replace(lent=lent)
-        return self._sound(self._fitting(self._schedule, wanted), lent)
+        here = self._schedule.trace._replace(units=memory.units, mesh=memory.mesh_axes, split=None)
+        wanted = self.complete(here._replace(microbatches=microbatches), memory)
+        return self._sound(self._fitting(self._schedule, wanted), wanted.lent)
 
     def build(self, trace: Trace, stage: int = 0, crossing: Any = None) -> Verified:
         """The verified program for a trace. stage: that is to run it, of several"""
@@ -170,7 +159,7 @@ class Programs:
         """`program`, which was given from outside, if it is of the step that is wanted."""
         theirs = program.trace
         if not program.has_updates:
-            wanted = wanted._replace(update_when=theirs.update_when)
+            wanted = wanted._replace(update_when=theirs.update_when, lent=theirs.lent)
         differs = difference(theirs, wanted)
         if theirs.trains != self.trains:
             differs = f"it is of {'a training step' if theirs.trains else 'an evaluation'}, which this is not"

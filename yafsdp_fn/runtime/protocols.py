@@ -1,7 +1,6 @@
 """The protocols of a session's hooks: of those that are not in this folder.
 
 StepObserver        is told of each op, and when it runs                          (timeline/record.py)
-Replays             runs a visit that keeps nothing in a way of its own           (extras/cuda_graphs.py)
 ActivationBuffers   keeps what recomputed visits save; work for its ops           (extras/offload.py)
 """
 
@@ -12,13 +11,11 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from yafsdp_fn.communication.streams import Event, Work
-from yafsdp_fn.program.ops import Backward, Forward, Op
+from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.trace import Trace
 
 Works = Mapping[type[Any], Callable[[Any], Work | None]]
 """Kind of op -> a function from an op to its work, None where it has nothing to do."""
-
-Outs = list[Tensor | None]
 
 
 # ---- Who watches a step.
@@ -63,23 +60,6 @@ observer by hand."""
 
 
 # ---- What a visit may be given.
-
-
-class Replays(Protocol):
-    """Runs recomputed visits. Of what they write, only slots outlive them. visit: as in recompute.py"""
-
-    def outputs(self, visit: Any, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns `visit.outputs(op, tensors)`."""
-
-    def gradients(
-        self,
-        visit: Any,
-        op: Backward,
-        tensors: Sequence[Tensor],
-        needs: Sequence[bool],
-        grads: Sequence[Tensor | None],
-    ) -> Outs:
-        """Returns `visit.gradients(op, tensors, needs, grads)`."""
 
 
 class ActivationBuffers(Protocol):

@@ -12,16 +12,15 @@ from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.formats import WHOLE, Encoded
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
-from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights, Rows
+from yafsdp_fn.runtime.block_call import BlockCall, Rows
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.visit import refuse_views
-from yafsdp_fn.util.bits import sum_of_bits
+from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
 
@@ -135,7 +134,8 @@ def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _writes_counted(leaves: Sequence[Tensor], run: AutogradRun) -> Iterator[None]:
-    """Makes writes to the destinations of `leaves` count in `run`: none where a hook is to see a gradient."""
+    """Lets `run` write gradients to the destinations of `leaves`. If a leaf has a hook, which must see its gradient, it
+    writes none."""
     found = [here for leaf in leaves if (here := destination(leaf)) is not None]
     before = [here.task for here in found]
     hooked = any(leaf._backward_hooks for leaf in leaves)
@@ -273,11 +273,6 @@ def _check_derivatives(call: BlockCall, comms: Ranks) -> None:
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
 
 
-def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
-    """Returns what tells whether `leaves` have been written to. compare: their bits"""
-    return [(leaf._version, int(sum_of_bits(leaf)) if compare else 0) for leaf in leaves]
-
-
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
 
@@ -315,7 +310,12 @@ def _shards(call: BlockCall) -> list[Tensor]:
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
         n = group.shard_numel(comms)
-        shard = _local_shard(row, group, n)
+        rows = row.rows
+        if rows.columns is None:
+            rows.columns = _columns(rows)
+        shard = rows.columns.get(unit)
+        if shard is None:  # another stage has it
+            shard = rows.handle.leaves[rows.groups.index(group)].new_empty(n)
         if comms.stages > 1:
             shard = comms.from_stage(shard, group.home(group.units.index(unit)))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
@@ -324,25 +324,14 @@ def _shards(call: BlockCall) -> list[Tensor]:
     return shards
 
 
-def _local_shard(row: HandleWeights, group: Group, n: int) -> Any:
-    """Returns this rank's shard [n] of a group in a row, or uninitialised memory of its size if another stage has
-    it."""
-    rows, index = row.rows, 0 if group.pinned else row.layer
-    if rows.columns is None:
-        rows.columns = _columns(rows)
-    if index not in group.here:
-        return row.handle.leaves[rows.groups.index(group)].new_empty(n)
-    return rows.columns[group.name][group.here.index(index)]
-
-
-def _columns(rows: Rows) -> dict[str, tuple[Tensor, ...]]:
-    """Returns local shards [n] by group and layer, split once: indexing a stack layer by layer has a quadratic
-    backward."""
+def _columns(rows: Rows) -> dict[int, Tensor]:
+    """Returns the local shards [n] of the units that are here, split once: indexing a stack layer by layer has a
+    quadratic backward."""
     _check_rows(rows)
-    columns: dict[str, tuple[Tensor, ...]] = {}
+    found: dict[int, Tensor] = {}
     for group, leaf in zip(rows.groups, rows.handle.leaves, strict=True):
-        columns[group.name] = leaf.unbind() if rows.handle.entry.stacked(group) else (leaf,)
-    return columns
+        found.update(zip(group.held, leaf.unbind() if rows.handle.entry.stacked(group) else (leaf,), strict=False))
+    return found
 
 
 def _check_rows(rows: Rows) -> None:

@@ -16,10 +16,9 @@ from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
-from yafsdp_fn.runtime.protocols import Outs, Replays
 from yafsdp_fn.runtime.reductions import WEIGHT_DEPENDS
 from yafsdp_fn.runtime.shards import GradSlot
-from yafsdp_fn.runtime.visit import Running, ToSlots, grad_targets_of, offer, passed_on, refuse_views
+from yafsdp_fn.runtime.visit import Running, grad_targets_of, offer, passed_on, refuse_views
 from yafsdp_fn.util.torch_private import SingleLevelFunction
 
 
@@ -34,11 +33,7 @@ class RecomputedVisit(Running):
     def outputs_in_graph(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
         session, saved = self.session, tensors
         with torch.no_grad():
-            inputs = [tensor.detach() for tensor in tensors]
-            if session.replays is None:
-                outs = self.outputs(op, inputs)
-            else:
-                outs = session.replays.outputs(self, op, inputs)
+            outs = self.outputs(op, [tensor.detach() for tensor in tensors])
             if op.carry_slot is not None:
                 buffers, length = session.slots.activations, self.call.carry_length
                 saved = buffers.save(self.visit.id, op.carry_slot, tensors, length, outs)
@@ -59,8 +54,7 @@ class RecomputedVisit(Running):
             leaves.append(session.slots.leaves(slot, unit, track and unit in visit.trained))
         offer(self._trained(leaves), early)
         with torch.set_grad_enabled(track):
-            outs = self.call.run_on(leaves, tensors)
-            self.check(leaves, tensors, outs)
+            outs = self.run_block(leaves, tensors)
         return leaves, outs
 
     def outputs(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -75,9 +69,13 @@ class RecomputedVisit(Running):
 
     def gradients(
         self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Outs:
+    ) -> list[Tensor | None]:
         """Runs the block again and differentiates it; returns the arguments' gradients, None for those that
         need none. Those of the weights go to their gradient slots, directly or by a copy, or are left for later."""
+        if op.carry_slot is not None:
+            tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
+        if not self.visit.trained and not any(needs):
+            return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
         # forward, for its graph
         inputs = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
         calls = self.session.collectives
@@ -102,26 +100,13 @@ class RecomputedVisit(Running):
         self.target.close(found[len(inputs) :])
         return found[: len(inputs)]
 
-    def recomputed(
-        self, op: Backward, tensors: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
-    ) -> Outs:
-        """Runs the whole backward of a visit that recomputes; returns the arguments' gradients."""
-        if op.carry_slot is not None:
-            tensors = self.session.slots.activations.restore(self.visit.id, op.carry_slot, tensors)
-        if not self.visit.trained and not any(needs):
-            return [None] * len(needs)  # nothing asks for a gradient: nothing to run again
-        replays: Replays | None = self.session.replays
-        if replays is not None and isinstance(self.target, ToSlots):
-            return replays.gradients(self, op, tensors, needs, grads)
-        return self.gradients(op, tensors, needs, grads)
-
     def _trained(self, leaves: Sequence[list[Tensor]]) -> list[list[Tensor]]:
         return [leaves[self.visit.units.index(unit)] for unit in self.visit.trained]
 
 
 def differentiated(
     run: AutogradRun, outs: Sequence[Tensor], grads: Sequence[Tensor | None], leaves: Sequence[Tensor]
-) -> Outs:
+) -> list[Tensor | None]:
     """Differentiates, as `run`, the outputs that have a gradient; returns the gradients of `leaves`, None for those
     that need or get none."""
     roots: list[Tensor] = []
@@ -165,6 +150,6 @@ class VisitNode(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: RecomputedVisit = ctx.running
         op = running.begin_backward()
-        input_grads = running.recomputed(op, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
+        input_grads = running.gradients(op, ctx.saved_tensors, ctx.needs_input_grad[4:], grads)
         running.end_backward()
         return None, None, None, None, *input_grads

@@ -9,25 +9,31 @@ more than it has steps.
 """
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from yafsdp_fn.params.tree import Tree, tensors_in
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.arguments import INDEPENDENT
+from yafsdp_fn.runtime.arguments import INDEPENDENT, StepLoss
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
-from yafsdp_fn.runtime.pure import SAME_VISITS, content, without_grad
+from yafsdp_fn.runtime.pure import SAME_VISITS, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
 from yafsdp_fn.util.torch_private import function_mode, without_function_mode
 
 # ---- A call before the first step.
+
+FIRST = Call("forward", 0, 0)
+"""The call that is recorded."""
 
 
 class CallRecording(VisitRunner):
@@ -36,14 +42,20 @@ class CallRecording(VisitRunner):
     differentiates: visits without grad are no part of the trace
     """
 
-    @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Raises if the loss that runs meanwhile writes to leaves, or does what `LossWatch` refuses."""
-        before = content(self.memory.masters(), True)
+    watch = True
+
+    def record(self, loss: StepLoss) -> Trace:
+        """Calls the loss on the first microbatch; returns the trace of a step whose microbatches are all like it.
+        Raises if it writes to leaves, or does what `LossWatch` refuses."""
+        self.begin(FIRST)
         with LossWatch():
-            yield
-        if content(self.memory.masters(), True) != before:
-            raise errors.leaf_written()
+            mean, aux = self.call_loss(loss, 0, copied=True)
+        self.end()
+        self._compare(mean.total, aux, loss.arguments.plain)
+        visits, microbatches = tuple(self.visits), loss.arguments.microbatches
+        order = chained_order(visits, microbatches, backward=self.differentiates)
+        found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
+        return found if self.collectives is None else self.collectives.listed(found)
 
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit, outside of `LossWatch`: in that mode its block would be compiled once more."""
@@ -61,36 +73,30 @@ class CallRecording(VisitRunner):
             self.token, *outs = VisitNode.apply(RecomputedVisit(self, call, visit), outs, (), self.token, *arguments)
         return outs
 
-    def compare(self, total: Tensor, result: str, plain: Sequence[Tensor]) -> None:
+    def _compare(self, total: Tensor, aux: Tree, plain: Sequence[Tensor]) -> None:
         """Raises RanksDisagree, on every rank, where they have recorded different calls; ValueError for a loss that
         depends on nothing that is differentiated.
 
-        total: of the loss; result: its outline; plain: the differentiated tensors that are not sharded
+        total: of the loss; plain: the differentiated tensors that are not sharded
         """
         self.position = f"the end of the loss, recorded before step {self.number}"
         # does it depend on anything?
-        read, visited, of_modules = read_beside_visits(total, [*self.leaves, *plain])
+        read, visited, of_modules = read_beside_visits([total], [*self.leaves, *plain])
         if self._trained and not read and not any(visit.trained for visit in self.visits):
             raise errors.nothing_visited()
-        # ranks must have recorded the same
+        # ranks must have recorded the same: reductions pack what is in aux together
+        result = optree.tree_map(lambda x: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__, aux)
         found = {
             "op": self.position,
             "leaves read outside visits": str(read),
             "whether the loss depends on visits": str(visited),
-            "what the function returns": result,
+            "what the function returns": str(result),
         }
         self.memory.comms.must_agree(SAME_VISITS, found, self.position)
         if self._trained and of_modules:
             raise errors.parameter_of_a_module(of_modules[0])
         if self._trained and not (read or visited):
             raise ValueError(INDEPENDENT)
-
-    def trace(self, microbatches: int) -> Trace:
-        """Returns the trace of a step whose microbatches are all like the recorded one."""
-        visits = tuple(self.visits)
-        order = chained_order(visits, microbatches, backward=self.differentiates)
-        found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
-        return found if self.collectives is None else self.collectives.listed(found)
 
 
 # ---- What a loss itself calls.
@@ -109,3 +115,14 @@ class LossWatch(TorchFunctionMode):
             if "torch.amp.grad_scaler" in [sys._getframe(n).f_globals.get("__name__") for n in (1, 2, 3)]:
                 raise RuntimeError(errors.SCALED)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def foreign_collectives_refused() -> Iterator[None]:
+    """Raises where a backward passes a collective of torch.distributed, unchanged, of which torch only warns."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "c10d::.*an autograd kernel was not registered")
+        try:
+            yield
+        except UserWarning as warned:
+            raise errors.not_by_torch(str(warned).partition(": an")[0]) from warned

@@ -69,9 +69,7 @@ WEIGHT_DEPENDS = "the weight of a Mean depends on parameters; its gradient would
 # ---- Checks.
 
 
-def as_mean(
-    loss: Any, what: str = "the loss", depends: Callable[[Tensor], bool] = lambda weight: weight.requires_grad
-) -> Mean:
+def as_mean(loss: Any, depends: Callable[[Tensor], bool] = lambda weight: weight.requires_grad) -> Mean:
     """Checks the result of a loss function, and returns it as a `Mean` whose weight is a tensor on the total's device,
     without a graph.
 
@@ -80,13 +78,13 @@ def as_mean(
     mean = loss if isinstance(loss, Mean) else Mean(loss, 1.0)
     if not isinstance(mean.total, Tensor) or mean.total.ndim:
         got = shape_of(mean.total)
-        raise TypeError(f"{what}: expected a scalar tensor or ya.Mean of one, got {got}; with aux, pass has_aux=True")
+        raise TypeError(f"the loss: expected a scalar tensor or ya.Mean of one, got {got}; with aux, pass has_aux=True")
     weight = mean.weight
     if isinstance(weight, Tensor) and weight.requires_grad:
         if depends(weight):
-            raise ValueError(f"{what}: {WEIGHT_DEPENDS}")
+            raise ValueError(f"the loss: {WEIGHT_DEPENDS}")
         mean = mean._replace(weight=weight.detach())
-    return _checked(mean, what)
+    return _checked(mean, "the loss")
 
 
 def _checked(mean: Mean, what: str) -> Mean:
@@ -110,11 +108,11 @@ def of_tensors(aux: Tree, device: torch.device) -> Tree:
     """Returns `aux` with a tensor on `device` for each number in a `Sum` or `Max`. TypeError for other values."""
 
     def of_tensor(node: Any) -> Any:
-        if not isinstance(node, Sum | Max) or isinstance(node.value, Tensor):
+        if not isinstance(node, Sum | Max) or (isinstance(node.value, Tensor) and not node.value.is_complex()):
             return node
         if not isinstance(node.value, int | float):
             name = type(node).__name__
-            raise TypeError(f"aux: expected a tensor or a number in ya.{name}, got {shape_of(node.value)}")
+            raise TypeError(f"aux: expected a real tensor or number in ya.{name}, got {shape_of(node.value)}")
         return type(node)(torch.full((), node.value, device=device))
 
     return optree.tree_map(of_tensor, aux, is_leaf=is_reduction)
@@ -139,13 +137,15 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     sums: list[Tensor] = []
     maxima: list[Tensor] = []
     for column in columns:
-        if isinstance(column[0], Mean):
-            means = [_checked(leaf, "aux") for leaf in column]
-            sums += [sum_up([m.total for m in means]), sum_up([torch.as_tensor(m.weight) for m in means])]
-        elif isinstance(column[0], Sum):
-            sums.append(sum_up([torch.as_tensor(leaf.value) for leaf in column]))
-        elif isinstance(column[0], Max):
-            maxima.append(torch.stack([torch.as_tensor(leaf.value).detach() for leaf in column]).amax(0))
+        if not is_reduction(column[0]):
+            continue
+        checked = [_checked(leaf, "aux") if isinstance(leaf, Mean) else leaf for leaf in column]
+        for values in zip(*checked, strict=True):
+            tensors = [torch.as_tensor(value).detach() for value in values]
+            if isinstance(column[0], Max):
+                maxima.append(torch.stack(tensors).amax(0))
+            else:
+                sums.append(sum_up(tensors))
     # over ranks
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
@@ -154,18 +154,18 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     # back into the tree
     added, largest, out = iter(sums), iter(maxima), list[Any]()
     for column in columns:
-        if isinstance(column[0], Mean):
-            total, weight = next(added), next(added)
-            out.append((total / weight).to(column[0].total.dtype))
-        elif isinstance(column[0], Sum):
-            dtype = torch.as_tensor(column[0].value).dtype
-            out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
-        elif isinstance(column[0], Max):
-            out.append(next(largest).to(torch.as_tensor(column[0].value).dtype))
-        elif isinstance(column[0], Tensor):
-            out.append(column[0].detach() if len(column) == 1 else torch.stack(column).detach())
-        else:
-            out.append(column[0])
+        match column[0]:
+            case Mean(total):
+                out.append((next(added) / next(added)).to(total.dtype))
+            case Sum(value):
+                dtype = torch.as_tensor(value).dtype
+                out.append(next(added).to(dtype if dtype.is_floating_point else torch.int64))
+            case Max(value):
+                out.append(next(largest).to(torch.as_tensor(value).dtype))
+            case Tensor() as tensor:
+                out.append(tensor.detach() if len(column) == 1 else torch.stack(column).detach())
+            case other:
+                out.append(other)
     return optree.tree_unflatten(flat[0][1], out)
 
 
@@ -175,11 +175,11 @@ def _in_order(comms: Ranks | None) -> bool:
 
 def _apart(comms: Any, values: Sequence[Tensor]) -> Tensor:
     """Returns [G, ...], a value of each micro-shard, once summed over ranks."""
-    return apart(torch.stack([value.detach().double() for value in values]), comms, comms.world_rank)
+    return apart(torch.stack([value.double() for value in values]), comms, comms.world_rank)
 
 
 def _total(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.detach().double() for value in values]).sum(0)
+    return torch.stack([value.double() for value in values]).sum(0)
 
 
 def _packed(values: list[Tensor], reduce: Any) -> list[Tensor]:
@@ -203,6 +203,11 @@ def divided(grads: Sequence[Tensor | None], weight: Tensor) -> list[Tensor | Non
     return [None if grad is None else (grad / weight).to(grad.dtype) for grad in grads]
 
 
+def shapes_in(aux: Tree) -> str:
+    """Returns the shapes of the tensors in what a loss returns beside the total, () for all else."""
+    return str(optree.tree_map(lambda leaf: tuple(getattr(leaf, "shape", ())), aux))
+
+
 def combined(
     losses: Sequence[Mean],
     aux: Sequence[Tree],
@@ -217,6 +222,11 @@ def combined(
     once = [] if squares is None else [squares]
     if comms is not None:
         once.append(marks(own, losses[0].total.device))
+    if len(aux) > 1 and len(outlines := set(map(shapes_in, aux))) > 1:
+        raise ValueError(
+            f"aux: microbatches returned the shapes {' and '.join(sorted(outlines))}; each must return the same "
+            "leaves, of the same shapes (ya.Sum and ya.Mean of totals add them up)"
+        )
     results: list[Tree] = []
     for number, (loss, of_loss) in enumerate(zip(losses, aux, strict=True)):
         mean = Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())

@@ -107,8 +107,7 @@ class ShardedState:
             kept[1].renew(trees[0])
             return kept[1]
         # the first step of this optimizer here
-        abstract = self.memory.abstract()
-        must_be_state_of(tx, trainable(abstract.handles(abstract.shards("meta"))), self.opt_state)
+        must_be_state_of(tx, trainable(self.memory.abstract().meta_params()), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
             return UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
 

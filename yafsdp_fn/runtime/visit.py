@@ -15,6 +15,7 @@ Weights and arguments are outputs of _Open, so that its backward comes when all 
 visit's; the backward of _Close begins it. A visit that recomputes is one node (recompute.py).
 """
 
+import itertools
 import operator
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -29,6 +30,7 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import check_graph
 from yafsdp_fn.runtime.shards import GradSlot
+from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id
 
 # ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
@@ -136,16 +138,22 @@ class Running:
         """Returns the outputs of the block on `tensors`, in the graph of the loss."""
         raise NotImplementedError
 
-    def check(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor], outs: Sequence[Tensor]) -> None:
-        """Raises if the block has written to its weights; where a step looks, also if tensors reach it from outside."""
-        known = list(inputs)
-        for unit_leaves in leaves:
-            known += unit_leaves
-            for leaf in unit_leaves:
-                if leaf._version:
-                    raise errors.weight_written(self.visit.name)
-        if self.session.watch and torch.is_grad_enabled():
-            check_graph(outs, known, self.visit.name, lambda: self._once_more(leaves, inputs), self)
+    def run_block(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Runs the block; returns its outputs. Raises if it has written to its weights; where a step looks, also by
+        `.data`, which no version counts, and if tensors reach it from outside."""
+        watch = self.session.watch
+        weights = list(itertools.chain.from_iterable(leaves))
+        before = content(weights, True) if watch else None
+        outs = self.call.run_on(leaves, inputs)
+        for leaf in weights:
+            if leaf._version:
+                raise errors.weight_written(self.visit.name)
+        if watch:
+            if content(weights, True) != before:
+                raise errors.weight_written(self.visit.name)
+            if torch.is_grad_enabled():
+                check_graph(outs, [*inputs, *weights], self.visit.name, lambda: self._once_more(leaves, inputs), self)
+        return outs
 
     def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
         if self.session.collectives is not None:
@@ -208,8 +216,7 @@ class KeptVisit(Running):
         # the block, between the two nodes
         token, *opened = _Open.apply(self, weights, session.token, *tensors)
         inputs = opened[: len(tensors)]
-        outs = self.call.run_on(leaves, inputs)
-        self.check(leaves, inputs, outs)
+        outs = self.run_block(leaves, inputs)
         self.targets = grad_targets_of(own)
         refuse_views(self.call.name, outs, slots.storages)
         results: list[Tensor]

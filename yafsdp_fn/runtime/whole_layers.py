@@ -8,7 +8,7 @@ from torch import Tensor
 
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.layout import Group
-from yafsdp_fn.params.markers import without_markers
+from yafsdp_fn.params.markers import BARE
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked
@@ -40,7 +40,7 @@ def whole_unit(handle: Sharded, layer: int, pinned: dict[int, list[Tensor]], dty
 
 def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
     """Returns the leaves of `tree` per group, if it has the structure and shapes of a layer of `stack`; else None."""
-    groups = [group for _, group, _ in stack.group_leaves()]
+    groups = stack.groups
     numbers = stack.entry.unflatten({group.name: group.leaves for group in groups})
     if optree.tree_structure(tree) != optree.tree_structure(numbers):
         return None
@@ -135,7 +135,7 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
     memory, name = stack.owner, stack.entry.name
     if not isinstance(memory, StateMemory):
         raise TypeError(f"map_whole_layers: {name!r} has no whole layers here: {memory.why_not_whole()}")
-    groups = [group for _, group, _ in stack.group_leaves()]
+    groups = stack.groups
     shards: list[Tensor] = []  # of the new stack, if it is one
     pinned: dict[int, list[list[Tensor]]] = {}  # leaves of every layer that share a unit, by group
     others: list[Tree] = []
@@ -174,5 +174,5 @@ def _fill_row(row: Tensor, group: Group, leaves: Sequence[Tensor], comms: Commun
 
 def plain_layers(tree: Tree) -> list[Tree]:
     """Returns the layers of a stack of tensors, as views."""
-    leaves, spec = optree.tree_flatten(without_markers(tree))
+    leaves, spec = optree.tree_flatten(tree, namespace=BARE)
     return [optree.tree_unflatten(spec, row) for row in zip(*(leaf.unbind() for leaf in leaves), strict=True)]

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from yafsdp_fn.communication import flat, formats
+from yafsdp_fn.communication import flat, formats, sums
 from yafsdp_fn.communication.formats import Format
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.program import ops
 from yafsdp_fn.program.ops import (
     AllReduce,
     Backward,
@@ -26,6 +25,7 @@ from yafsdp_fn.program.ops import (
     Receive,
     Send,
     Stash,
+    filled,
 )
 from yafsdp_fn.program.trace import Visit
 
@@ -33,29 +33,15 @@ from yafsdp_fn.program.trace import Visit
 
 
 class PreparedOp(NamedTuple):
-    """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; `(unit, slot, source)`
-    of the weights that it puts into slots, where source is the slot that it has them from, None where it gathers
-    them."""
+    """An op on a slot set: name, stream and uses; its work, if that depends on the slots alone; `(unit, slot)` of the
+    weights that it puts into slots."""
 
     name: str
     stream: str
     reads: list[Buffer]
     writes: list[Buffer]
     work: Work | None
-    fills: tuple[tuple[int, int, int | None], ...]
-
-
-def fills_of(op: Op) -> tuple[tuple[int, int, int | None], ...]:
-    """`PreparedOp.fills` of an op."""
-    filled = ops.filled(op)
-    if not filled:
-        return ()
-    # an op that copies weights reads slots of the same units, in their order
-    sources: dict[int, int] = {}
-    for slots in ops.weight_slots(op, "reads"):
-        for (unit, _), slot in zip(filled, slots, strict=True):
-            sources[unit] = slot
-    return tuple((unit, slot, sources.get(unit)) for unit, slot in filled)
+    fills: tuple[tuple[int, int], ...]
 
 
 def prepare(session: Any, op: Op, visit: Visit | None = None) -> PreparedOp:
@@ -80,7 +66,7 @@ def prepare(session: Any, op: Op, visit: Visit | None = None) -> PreparedOp:
         what = f"visit {op[0]}"
     name = f"{type(op).__name__.lower()} of {what}"
     work = session.work(op) if op.stream == "gather" else None  # depends on these slots alone
-    found = PreparedOp(name, op.stream, reads, writes, work, fills_of(op))
+    found = PreparedOp(name, op.stream, reads, writes, work, filled(op))
     session.slots.prepared[type(op), op] = found
     return found
 
@@ -159,7 +145,7 @@ def all_reduce(session: Any, op: AllReduce) -> Work | None:
 
     def work() -> None:
         for shard, wire, wide in rows:
-            flat.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
+            sums.all_reduce_replicas(comms, shard, staging, wire=wire, accumulate=wide)
 
     return work
 

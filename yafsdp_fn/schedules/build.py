@@ -1,8 +1,8 @@
-"""Builds a program from a fixed assignment of units to slots, with collectives merged into messages."""
+"""Builds a program from a fixed assignment of units to slots; collectives that are waited for together are one op."""
 
 import dataclasses
 from collections.abc import Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Literal
 
 from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Stash, Update
 from yafsdp_fn.program.program import Program, Updating
@@ -52,22 +52,12 @@ def alternating_slots(
 
 
 def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, int]:
-    """Returns layer -> lane, in the order of visits: by its number in its stack, unless neighbours have that lane."""
+    """Returns layer -> lane, in the order of visits: its number among the layers of the first visit that uses it."""
     lane: dict[int, int] = {}
-    of_place: dict[tuple[str | None, int], int] = {}  # (stack, number among the visit's layers of that stack) -> lane
     for visit in visits:
-        # lanes of this visit that are given already
         layers = [unit for unit in visit.units if units[unit].stack is not None]
-        taken = {lane[unit] for unit in layers if unit in lane}
-        stacks = [units[unit].stack for unit in layers]
-        for index, unit in enumerate(layers):
-            place = (stacks[index], stacks[:index].count(stacks[index]))
-            if unit not in lane:
-                lane[unit] = of_place.get(place, -1)
-                if lane[unit] < 0 or lane[unit] in taken:
-                    lane[unit] = next(k for k in range(len(layers)) if k not in taken)
-                of_place.setdefault(place, lane[unit])
-                taken.add(lane[unit])
+        for number, unit in enumerate(layers):
+            lane.setdefault(unit, number)
     return lane
 
 
@@ -80,68 +70,6 @@ def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
     return {unit.id: unit.id for unit in units}
 
 
-# ---- Merges collectives that would be waited for together into one op, which is sent as one message.
-#
-#     gather a; gather b; forward v, which reads both          ->  gather a, b; forward v
-#     backward v; reduce a; all-reduce a; reduce b; all-reduce b   ->  backward v; reduce a, b; all-reduce a, b
-#
-# That is what makes `scan(unroll=k)` gather k layers as one: tiny layers cost latency, not bytes.
-
-
-def merged(ops: Sequence[Op]) -> tuple[Op, ...]:
-    """Returns `ops` with neighbouring collectives of a kind merged: gathers for the same compute, reductions after the
-    same."""
-    out: list[Any] = []
-    reader = readers(ops)
-    open_: dict[Any, int] = {}  # what may be joined, and where it is in `out`
-    for index, op in enumerate(ops):
-        if isinstance(op, ComputeOp):
-            open_.clear()
-        key = _key(op, reader.get(index))
-        at = open_.get(key)
-        if at is not None and _may_join(op, first := out[at], out[at + 1 :]):
-            out[at] = first._replace(**{name: getattr(first, name) + getattr(op, name) for name in _columns(op)})
-            continue
-        if key is not None:
-            open_[key] = len(out)
-        out.append(op)
-    return tuple(out)
-
-
-def _key(op: Op, reader: int | None) -> Any:
-    """Returns a key, equal for ops that may be merged; None for other ops than collectives, and for those that only a
-    later step waits for."""
-    if isinstance(op, Gather):
-        return None if reader is None else (Gather, op.source, reader)
-    if isinstance(op, AllReduce) and op.over == "stages":  # of each unit by other stages
-        return None
-    return type(op) if isinstance(op, Reduce | AllReduce) else None
-
-
-def _columns(op: Op) -> list[str]:
-    return [name for name in ("units", "slots", "grad_slots") if name in op._fields]
-
-
-def _may_join(op: Any, first: Any, between: Sequence[Op]) -> bool:
-    """Tells whether `op` may be done with `first`, before what is between them."""
-    if any(set(getattr(op, name)) & set(getattr(first, name)) for name in _columns(op)):
-        return False
-    reads, writes = map(set, op.uses())
-    return not any(writes & {*r, *w} or reads & {*w} for r, w in (other.uses() for other in between))
-
-
-def readers(ops: Sequence[Op]) -> dict[int, int | None]:
-    """Returns index of each gather -> that of the first compute that reads its slots; None if the step ends first."""
-    found: dict[int, int | None] = {}
-    following: dict[int, int] = {}  # slot -> the compute that reads it next
-    for index, op in reversed([*enumerate(ops)]):
-        if isinstance(op, ComputeOp):
-            following.update(dict.fromkeys(op.slots, index))
-        elif isinstance(op, Gather):
-            found[index] = min((following.pop(slot) for slot in op.slots if slot in following), default=None)
-    return found
-
-
 # ---- Builds the program of a fixed assignment of units to slots.
 #
 # for each compute of the trace:
@@ -149,7 +77,8 @@ def readers(ops: Sequence[Op]) -> dict[int, int | None]:
 #     compute
 #     reduce the gradients that are complete; sum them over replicas
 # with `update`: the norm, the optimizer's step of each unit, and the next step's first gathers
-# what is gathered for one compute, or reduced after one, becomes one op
+# what is gathered for one compute, or reduced after one, is one op, and one message: with `scan(unroll=k)` k layers,
+# which cost latency, not bytes, where they are tiny
 # a forward whose backward comes next may begin its gradients, where their slots are free
 # where `remat` says so, carries move to the host and back (remat.py)
 
@@ -197,10 +126,10 @@ def build(
     builder.ops += sums_over_stages(trace)
     if update and trace.trains:
         builder.finish()
-    # without what nothing reads, and merged
+    # without what nothing reads
     again = {unit for op in builder.ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
     read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
-    ops: list[Op] = begun_early(merged(_without_needless_gathers(trace, read)))
+    ops: list[Op] = begun_early(_without_needless_gathers(trace, read))
     return Program(trace, tuple(offloaded(ops, remat, trace) if isinstance(remat, Offloading) else ops))
 
 
@@ -251,31 +180,50 @@ class _Builder:
         """Gathers for the computes of `window`, up to the first whose slot an earlier one of the window still reads."""
         busy: set[int] = set()
         for compute in window:
-            for unit in reads_of(compute, self.trace):
+            units = reads_of(compute, self.trace)
+            missing: list[int] = []
+            for unit in units:
                 slot = self.slots[unit]
                 if self.held.get(slot) != unit:
                     if slot in busy:
-                        return
-                    self.ops.append(Gather((unit,), (slot,), "node" if unit in self.stashed else "shard"))
+                        break
+                    missing.append(unit)
                     self.held[slot] = unit
-                    if unit in self.secondary and unit not in self.stashed:
-                        self.ops.append(Stash((unit,), (slot,)))
-                        self.stashed.add(unit)
                 busy.add(slot)
+            in_node = [unit for unit in missing if unit in self.stashed]
+            self._gather_together([unit for unit in missing if unit not in in_node], "shard")
+            self._gather_together(in_node, "node")
+            if any(self.held.get(self.slots[unit]) != unit for unit in units):
+                return
+
+    def _gather_together(self, units: Sequence[int], source: Literal["shard", "node"]) -> None:
+        """Gathers units for one compute, and stashes those that are gathered inside the node from now on."""
+        if units:
+            self.ops.append(Gather(tuple(units), tuple(self.slots[unit] for unit in units), source))
+        for unit in units:
+            if unit in self.secondary and unit not in self.stashed:
+                self.ops.append(Stash((unit,), (self.slots[unit],)))
+                self.stashed.add(unit)
 
     def reduce(self, i: int, now: Compute) -> None:
         """Reduces the gradients that are complete after compute `i`, and those that must leave a shared slot."""
         after = self.trace.order[i + 1 : i + 2]
         following = writes_of(after[0], self.trace) if after else ()
+        reduced: list[int] = []
+        summed: list[int] = []
         for unit in writes_of(now, self.trace):
             slot = self.grad_slots[unit]
             closes = unit in now.closes
             last = self.last_write[unit] == i
             # a shared slot must be free before another unit's gradient arrives, complete or not
             if (closes and (last or unit not in self.deferred)) or (slot in self.shared and unit not in following):
-                self.ops.append(Reduce((unit,), (slot,)))
+                reduced.append(unit)
             if closes and last and self.trace.replicas > 1:
-                self.ops.append(AllReduce((unit,)))
+                summed.append(unit)
+        if reduced:
+            self.ops.append(Reduce(tuple(reduced), tuple(self.grad_slots[unit] for unit in reduced)))
+        if summed:
+            self.ops.append(AllReduce(tuple(summed)))
 
     # ---- updates, and gathers for the next step
 
@@ -323,7 +271,7 @@ class _Builder:
 # ---- Passes over a program.
 
 
-def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
+def _without_needless_gathers(trace: Trace, ops: list[Op]) -> list[Op]:
     """Drops a step's first gather into each slot where the slot still holds, from the step before, what it gathers.
 
     That is the case for frozen units, and for those that were gathered after their update.
@@ -336,11 +284,20 @@ def _without_needless_gathers(trace: Trace, ops: list[Op]) -> tuple[Op, ...]:
         if isinstance(op, Update):
             updated.update(unit for unit in op.units if op.part + 1 == trace.parts(unit))
         if isinstance(op, Gather):
-            ((unit,), (slot,), _) = op
-            first.setdefault(slot, (index, unit))
-            last[slot] = (unit, unit in updated or not trace.units[unit].trainable)
-    needless = {index for slot, (index, unit) in first.items() if last[slot] == (unit, True)}
-    return tuple(op for index, op in enumerate(ops) if index not in needless)
+            for unit, slot in zip(op.units, op.slots, strict=True):
+                first.setdefault(slot, (index, unit))
+                last[slot] = (unit, unit in updated or not trace.units[unit].trainable)
+    needless = {(index, slot) for slot, (index, unit) in first.items() if last[slot] == (unit, True)}
+    kept: list[Op] = []
+    for index, op in enumerate(ops):
+        if isinstance(op, Gather):
+            pairs = [pair for pair in zip(op.units, op.slots, strict=True) if (index, pair[1]) not in needless]
+            if not pairs:
+                continue
+            units, slots = zip(*pairs, strict=True)
+            op = op._replace(units=units, slots=slots)
+        kept.append(op)
+    return kept
 
 
 def begun_early(ops: Iterable[Op]) -> list[Op]:
@@ -360,3 +317,15 @@ def begun_early(ops: Iterable[Op]) -> list[Op]:
         elif isinstance(op, Reduce):
             unreduced.difference_update(op.grad_slots)
     return out
+
+
+def readers(ops: Sequence[Op]) -> dict[int, int | None]:
+    """Returns index of each gather -> that of the first compute that reads its slots; None if the step ends first."""
+    found: dict[int, int | None] = {}
+    following: dict[int, int] = {}  # slot -> the compute that reads it next
+    for index, op in reversed([*enumerate(ops)]):
+        if isinstance(op, ComputeOp):
+            following.update(dict.fromkeys(op.slots, index))
+        elif isinstance(op, Gather):
+            found[index] = min((following.pop(slot) for slot in op.slots if slot in following), default=None)
+    return found

@@ -129,17 +129,12 @@ def ddp(*, remat: Remat | str = "none", update: bool = False) -> Schedule:
     >>> program.count(ya.schedules.Gather), program.count(ya.schedules.AllReduce)
     (6, 6)
     """
+    why = (
+        "ddp: the state is cut into {trace.ranks} shards (mesh {mesh}), but here every rank holds all of it: build it "
+        "on ya.mesh(replicate=-1, shard=1), or take zero1(), which is nearest to it"
+    )
     inside = _schedule(_own, remat, prefetch=0, defer=True, update=update)
-
-    def build_ddp(trace: Trace) -> Program:
-        if trace.ranks > 1:
-            raise ValueError(
-                f"ddp: the state is cut into {trace.ranks} shards (mesh {_shape(trace)}), but here every rank holds "
-                "all of it: build it on ya.mesh(replicate=-1, shard=1), or take zero1(), which is nearest to it"
-            )
-        return inside(trace)
-
-    return build_ddp
+    return _on(lambda trace: trace.ranks == 1, why, inside)
 
 
 @shown
@@ -164,17 +159,9 @@ def hsdp(
     >>> program.count(ya.schedules.Reduce), program.count(ya.schedules.AllReduce)
     (6, 6)
     """
+    why = "hsdp: the state's mesh {mesh} has no replicas; build it on ya.mesh(replicate=2, shard=-1), or take zero3()"
     inside = zero3(resident=resident, prefetch=prefetch, remat=remat, defer=defer, update=update)
-
-    def build_hsdp(trace: Trace) -> Program:
-        if "replicate" not in dict(trace.mesh):
-            raise ValueError(
-                f"hsdp: the state's mesh {_shape(trace)} has no replicas; build it on ya.mesh(replicate=2, shard=-1), "
-                "or take zero3()"
-            )
-        return inside(trace)
-
-    return build_hsdp
+    return _on(lambda trace: "replicate" in dict(trace.mesh), why, inside)
 
 
 @shown
@@ -203,17 +190,12 @@ def hpz(
     """
     _check("hpz", layers=layers, prefetch=prefetch)
     slots = _alternating(prefetch)
+    why = (
+        "hpz: the state's mesh {mesh} does not tell nodes apart; build it on ya.mesh(local=8), with the number of "
+        "ranks per node"
+    )
     inside = _schedule(slots, remat, prefetch=prefetch, defer=defer, update=update, secondary=layers)
-
-    def build_hpz(trace: Trace) -> Program:
-        if "local" not in dict(trace.mesh):
-            raise ValueError(
-                f"hpz: the state's mesh {_shape(trace)} does not tell nodes apart; build it on ya.mesh(local=8), with "
-                "the number of ranks per node"
-            )
-        return inside(trace)
-
-    return build_hpz
+    return _on(lambda trace: "local" in dict(trace.mesh), why, inside)
 
 
 FACTORIES = {factory.__name__: factory for factory in (ddp, zero1, zero2, zero3, hsdp, hpz)}
@@ -275,5 +257,12 @@ def _check(factory: str, **numbers: int) -> None:
             raise ValueError(f"{factory}({name}={value!r}): expected an integer >= 0")
 
 
-def _shape(trace: Trace) -> str:
-    return f"({arguments(dict(trace.mesh))})"
+def _on(fits: Callable[[Trace], bool], why: str, schedule: Schedule) -> Schedule:
+    """Returns `schedule` for meshes that fit it. why: the refusal of others"""
+
+    def checked(trace: Trace) -> Program:
+        if not fits(trace):
+            raise ValueError(why.format(trace=trace, mesh=f"({arguments(dict(trace.mesh))})"))
+        return schedule(trace)
+
+    return checked

@@ -82,7 +82,7 @@ class Offloading:
 
 
 def offload(visits: Remat = all, *, recompute: Remat = none, ahead: int = 1) -> Offloading:
-    """Returns the carries of these visits wait on the host, in pinned memory, for their backward.
+    """Returns a policy: visits recompute, and their carries wait for the backward on the host, in pinned memory.
 
         compute  | e 0 1 2 3 4 5 h h 5 4 3 2 1 0 e |
         offload  |     0 1 2           2 1 0       |         ahead=2: the last three stay in their carry slots

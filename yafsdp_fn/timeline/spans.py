@@ -73,7 +73,7 @@ class Idle(NamedTuple):
 
     cause: number of the span whose end ended it; None at the end of the step
     why: the kind of the op of another stream that ended it. `host`: the step's Python between two ops that nothing else
-        kept apart; `end`: after the stream's last op; `overhead`: what a prediction adds after that and no op explains.
+        kept apart; `end`: after the stream's last op; `overhead`: time that a prediction adds at the end.
         Of a stage of a pipeline also `fill`: before its first microbatch has come; `drain`: after its last compute
 
     >>> idle = ya.planner.simulate(program, "a100-80g").idle("compute")[0]

@@ -138,7 +138,7 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     """Adds to `lent` the bytes of each leaf that travel, and its owner's FLOPs: counted on fake leaves."""
     if not lent:
         return ()
-    params = trainable(placement.handles(placement.shards("meta")))
+    params = trainable(placement.meta_params())
     # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
     lanes = leafwise_lanes(tx, params)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from yafsdp_fn.communication.axes import ADJOINTS
 from yafsdp_fn.communication.ranks import Ranks, absent_ranks
 from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.precision import Precision
@@ -89,10 +90,6 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
 #
 # A `Tracer` takes the place of a session: visits reach it through the parameters. One body is run per signature
 # (block, layouts, argument shapes), so the cost of tracing a scan does not grow with its depth.
-
-ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
-"""Kinds of collectives whose adjoint is of another kind."""
-
 
 # ---- a trace that is over
 
@@ -385,7 +382,7 @@ def trace_abstract(
         return pair_of(fun(params, batch))[0]
 
     fun_alone = without_aux if has_aux else fun
-    arguments = Arguments(fun_alone, (placement.handles(placement.shards("meta")), fakes), {}, (0,), microbatches)
+    arguments = Arguments(fun_alone, (placement.meta_params(), fakes), {}, (0,), microbatches)
     return traced(arguments, placement, mode).trace, placement
 
 

@@ -1,5 +1,7 @@
 """Sums the bit patterns of tensors, as integers: the same in any order."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,3 +20,9 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     for part in torch.split(pattern, AT_ONCE):
         found += part.sum(dtype=torch.int64)
     return found
+
+
+def content(leaves: Sequence[Tensor], compare: bool) -> list[tuple[int, int]]:
+    """Returns what tells whether `leaves` have been written to. compare: their bits, since no version counts what is
+    written by `.data`"""
+    return [(leaf._version, int(sum_of_bits(leaf.detach())) if compare else 0) for leaf in leaves]

@@ -88,6 +88,9 @@ MEANT = {
     "optim.adafactor": "ya.optim.in_format(tx, ya.formats.Roots()) or ya.optim.on_host(tx), for its memory",
     "optim.lamb": _OWN,
     "optim.lookahead": _OWN,
+    "optim.inject_hyperparams": "another step, ya.train_step(loss_fn, ya.optim.adamw(new_rate)), on the same state",
+    "optim.exponential_decay": "a function of the count, lambda count: 0.1 * 0.5 ** (count / 1000)",
+    "optim.piecewise_constant_schedule": "ya.optim.join_schedules(schedules, boundaries)",
     "optim.add_noise": _OWN,
     "optim.multi_transform": "ya.optim.partition(transforms, labels)",
     "optim.clip_grad_norm_": _CLIP,
@@ -129,7 +132,7 @@ KEYWORDS = {
 
 
 def with_hints(function: Function) -> Function:
-    """Decorates a function, which then says what a keyword of another library is here."""
+    """Decorates a function: called with a keyword of another library, it raises TypeError with the name used here."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from yafsdp_fn.util.words import counted
+
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
 # nodes x local ranks. Axes inside blocks, such as `tensor`, are a part of the local ranks, and so inside of a node:
 # local ranks = shard (or local) x expert x context x tensor.
@@ -52,8 +54,9 @@ class AxisCollective(NamedTuple):
 def subgroups(
     ranks: int, axes: Mapping[str, int], *, along: Collection[str] = (), across: Collection[str] = ()
 ) -> list[list[int]]:
-    """Returns a shard group, [0, ..., ranks - 1], in groups whose ranks differ only on the axes `along`; without these,
-    on all but `across`: the ranks over which each part of a vector is cut that is split over `across`.
+    """Divides a shard group, [0, ..., ranks - 1], into groups whose ranks differ only on the axes `along`; if these are
+    not given, on all axes but `across`. Each of these groups has one part of a vector that is split over `across`, and
+    cuts it into shards.
 
     axes: those inside blocks with their sizes, outermost first
     """
@@ -72,6 +75,68 @@ def inside_of(names: Sequence[str]) -> tuple[str, ...]:
     """Returns the axes inside blocks among the axes of a mesh: those behind `shard` or `local`."""
     last = next((names.index(name) for name in (SHARD, LOCAL) if name in names), len(names))
     return tuple(names[last + 1 :])
+
+
+def mesh_sizes(
+    world: int,
+    inside: Mapping[str, int],
+    *,
+    stage: int = 1,
+    replicate: int | None = None,
+    shard: int = -1,
+    local: int | None = None,
+) -> dict[str, int]:
+    """Returns the axes of a mesh of `world` ranks with their sizes, outermost first, as `ya.mesh` makes them of these
+    arguments. inside: sizes of axes inside blocks, of which the usual ones come last. Raises ValueError for what cannot
+    be."""
+    replicas, ranks = _completed(world, inside, stage, 1 if replicate is None else replicate, shard)
+    sizes = {STAGE: stage} if stage > 1 else {}
+    if replicate is not None:
+        sizes[REPLICATE] = replicas
+    if local is None:
+        sizes[SHARD] = ranks
+    elif local < 1:
+        raise ValueError(f"mesh(local={local}): expected a number of ranks per node, or None")
+    elif ranks % local:
+        raise ValueError(
+            f"mesh(local={local}): a copy of the state is cut over {ranks} ranks, not a multiple of {local}; "
+            "give the number of ranks per node (torchrun's --nproc-per-node), or leave local=None"
+        )
+    else:
+        sizes |= {NODE: ranks // local, LOCAL: local}
+    names = sorted(inside, key=lambda name: INSIDE.index(name) if name in INSIDE else -1)
+    return sizes | {name: inside[name] for name in names}
+
+
+def _completed(world: int, inside: Mapping[str, int], stage: int, replicate: int, shard: int) -> tuple[int, int]:
+    """Returns `(replicas, ranks on the axis shard)` of a stage, where one of them may be -1, for all that there are
+    ranks for."""
+    given = {"replicate": replicate, "shard": shard}
+    shown = {"stage": stage, **given, **inside}.items()
+    asked = ", ".join(f"{name}={size}" for name, size in shown if name == SHARD or size != 1)
+    if any(size < 1 and size != -1 for size in given.values()):
+        raise ValueError(f"mesh({asked}): sizes are positive, or -1 for as many as there are ranks for")
+    if stage < 1:
+        raise ValueError(f"mesh({asked}): expected the number of stages, 1 for no pipeline")
+    if replicate == shard == -1:
+        why = "at most one of them can follow from the number of ranks; for plain data parallelism give shard=1"
+        raise ValueError(f"mesh({asked}): {why}")
+    each = stage * math.prod(inside.values())
+    if -1 in given.values():
+        other = max(replicate, shard) * each
+        if world % other:
+            raise ValueError(
+                f"mesh({asked}): the job has {counted(world, 'rank')}, not a multiple of {other}; "
+                f"start {round_up(world, other)} of them, or give a divisor of {world}"
+            )
+        return (world // other, shard) if replicate == -1 else (replicate, world // other)
+    wanted = replicate * shard * each
+    if wanted != world:
+        raise ValueError(
+            f"mesh({asked}): the job has {counted(world, 'rank')}; start {wanted} of them "
+            f"(torchrun --nproc-per-node {wanted} ...), or leave shard=-1"
+        )
+    return replicate, shard
 
 
 def check_inside(names: Sequence[str]) -> None:

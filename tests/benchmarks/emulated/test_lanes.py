@@ -13,15 +13,6 @@ from yafsdp_fn.planner.simulate import OpTask, run
 from yafsdp_fn.program.ops import Norm
 
 
-def test_a_transfer_alone_takes_the_sum_of_its_phases() -> None:
-    links = Links(now=10.0)
-    transfer = links.submit("group", [Phase("latency", 1.0), Phase("network", 2.0)])
-    links.advance(12.9)
-    assert transfer.ended is None and links.next_end() == pytest.approx(13.0)
-    links.advance(20.0)
-    assert transfer.ended == pytest.approx(13.0)
-
-
 def test_two_groups_share_a_link_evenly() -> None:
     links = Links()
     long = links.submit("a", [Phase("network", 4.0)])

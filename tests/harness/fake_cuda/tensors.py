@@ -56,7 +56,6 @@ class Device:
         self._lock = threading.RLock()  # of memory: threads of streams and watchdogs look, too
         self._alive: dict[int, StorageWeakRef] = {}
         self._bases: dict[int, tuple[int, int, int]] = {}  # storage -> its address, block and stream
-        self._owners: dict[int, int] = {}  # address -> storage
         self._blocks: dict[tuple[int, int], list[int]] = {}  # (stream, block) -> addresses that are free
         self._end = PAGE
         self._kernels: set[str] = set()  # loaded
@@ -120,8 +119,7 @@ class Device:
                 if not free:
                     free.append(self._end)
                     self._end += PAGE * max(1, block)
-                self._bases[key] = base, *_ = free.pop(), block, owner
-                self._owners[base] = key
+                self._bases[key] = free.pop(), block, owner
                 if self.tape is None:
                     self.log.add("make", self.stream if stream is None else stream, key)
 
@@ -132,19 +130,12 @@ class Device:
             for key in gone:
                 del self._alive[key]
                 base, block, stream = self._bases.pop(key)
-                del self._owners[base]
                 self._blocks[stream, block].append(base)
                 self.log.add("free", HOST, key)
 
     def base(self, host: Tensor) -> int:
         """The address of a tensor's storage."""
         return self._bases[address(host)][0]
-
-    def owner(self, base: int) -> torch.UntypedStorage | None:
-        """The storage that lies at an address now."""
-        self.look()
-        found = self._alive.get(self._owners.get(base, -1))
-        return None if found is None else torch.UntypedStorage._new_with_weak_ptr(found.cdata)
 
     def uses(self, host: Tensor, writes: bool, op: str, stream: int | None = None) -> None:
         for start, stop in spans(host):

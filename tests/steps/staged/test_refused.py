@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.groups import breakable_stages, outcome
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
@@ -249,6 +250,19 @@ def test_a_loss_may_write_to_its_batch(_: Any, per_stage: int, microbatches: int
             state, metrics = step(state, batch_of(rank, rows=4))
         found.append(metrics["loss"].item())
     assert found[0] == found[1]
+
+
+@on_ranks(2)
+def test_aux_of_other_shapes_than_in_the_trace_is_refused(_: Any) -> None:
+    """Other stages have made zeros for it. One stage says so, and the others are told."""
+    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=TWO_STAGES)
+    size = 2
+    fun = lambda params, batch: (plain(params, batch), {"some": ya.Sum(torch.ones(size))})  # noqa: E731
+    step = ya.train_step(fun, TX, has_aux=True)
+    state, _metrics = step(state, batch_of(0))
+    size = 3
+    text = outcome(lambda: step(state, batch_of(0)))
+    assert "OrderChanged: aux: microbatch 0 returned the shapes [Sum(value=(3,))], and [Sum(value=(2,))] when" in text
 
 
 @on_ranks(2)

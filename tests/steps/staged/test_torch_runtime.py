@@ -36,7 +36,7 @@ from yafsdp_fn.program.split import Call, Split
 TOLERANCE = 1e-12
 SIZE, ROWS = 6, 2  # of a layer; of a microbatch
 LAYERS = 2  # of a segment
-MOVES = 300  # of a search of orders
+MOVES = 40
 
 
 # ---- programs

@@ -3,7 +3,6 @@
 Whoever writes an optimizer of their own, of whole leaves or around another one, finds its like here.
 """
 
-from yafsdp_fn.optim.contrib.inject_hyperparams import InjectHyperparamsState, inject_hyperparams
 from yafsdp_fn.optim.contrib.schedule_free import (
     ScheduleFreeState,
     schedule_free,
@@ -14,9 +13,7 @@ from yafsdp_fn.optim.contrib.schedule_free import (
 from yafsdp_fn.optim.contrib.soap import scale_by_soap, soap
 
 __all__ = [
-    "InjectHyperparamsState",
     "ScheduleFreeState",
-    "inject_hyperparams",
     "scale_by_soap",
     "schedule_free",
     "schedule_free_adamw",
