@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.program.traces import model, on
+from tests.program.traces import model, on, together
 from yafsdp_fn.schedules import (
     Backward,
     Forward,
@@ -20,6 +20,7 @@ from yafsdp_fn.schedules import (
     Program,
     Reduce,
     Schedule,
+    alternating_slots,
     ddp,
     fsdp2,
     hpz,
@@ -93,6 +94,13 @@ def test_a_shared_slot_is_reduced_before_another_gradient_arrives() -> None:
     program = verify(zero3()(model(3, twice=True)))  # each layer is visited twice, far apart
     # layers 1 and 3 share a gradient slot; layer 2 has the other one for itself, and adds up there
     assert [reduced(program).count(i) for i in (1, 2, 3)] == [2, 1, 2]
+
+
+def test_units_of_one_visit_are_in_different_slots() -> None:
+    trace = together(4)
+    slots = alternating_slots(trace.visits, trace.units)
+    assert len(set(slots.values())) == 4
+    assert all(len({slots[i] for i in visit.units}) == 2 for visit in trace.visits)
 
 
 @pytest.mark.parametrize("L", DEPTHS)

@@ -151,15 +151,6 @@ def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
     assert losses(tmp_path) == losses(unbroken[0])
 
 
-def test_resume_on_fewer_ranks_goes_on(tmp_path: Path, text: Path, unbroken: Unbroken) -> None:
-    shutil.copytree(unbroken[0] / "a", tmp_path / "a")
-    fine(run(1, *flags(tmp_path, text, "--resume", "--steps", str(STEPS + 3))))
-    lines = [line for line in metrics(tmp_path) if "loss" in line]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 4))
-    assert lines[-1]["loss"] < lines[0]["loss"] - 1
-    assert newest(tmp_path) == f"step-{STEPS + 3:08d}"
-
-
 def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Trained(Exception):
         """Carries the loss."""

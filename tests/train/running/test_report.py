@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from models import llama
 from train.data.rows import Place
-from train.running.files import Events, truncate
+from train.running.files import Events
 from train.running.flops import peak, per_token
 from train.running.meter import Meter
 from train.running.report import Part, Record, Report, duration, fitted, sparkline
@@ -138,14 +138,6 @@ def test_events_are_written_down_and_no_disk_is_no_trouble(tmp_path: Path, capsy
     assert [path.name for path in tmp_path.iterdir() if path.name == "nowhere"] == []
 
 
-def test_other_ranks_write_nothing(tmp_path: Path) -> None:
-    out, _ = report(None)
-    with out:
-        out.train(record(1))
-        out.evaluation(1, 2.0)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_resumed_run_reads_like_an_unbroken_one(tmp_path: Path) -> None:
     first, _ = report(tmp_path)
     with first:
@@ -159,11 +151,6 @@ def test_a_resumed_run_reads_like_an_unbroken_one(tmp_path: Path) -> None:
             second.train(record(step, loss=1.0))
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 11))
     assert [line["loss"] for line in lines(tmp_path)] == [2.0] * 5 + [1.0] * 5
-
-
-def test_truncate_without_a_file_does_nothing(tmp_path: Path) -> None:
-    truncate(tmp_path / "metrics.jsonl", 3)
-    assert not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (65, "1:05"), (3600 + 125, "1:02:05")])
