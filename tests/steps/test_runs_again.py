@@ -126,11 +126,6 @@ def of_an_earlier_step(params: Any, rows: Any, begun: bool, kept: list[Tensor]) 
     return with_ends(middle)(params, rows)
 
 
-def of_nothing(params: Any, rows: Any, begun: bool) -> ya.Mean:
-    total, weight = loss(params, rows)
-    return ya.Mean(total.detach().requires_grad_() * 1.0 if begun else total, weight)
-
-
 def of_data(params: Any, rows: Any, begun: bool) -> ya.Mean:
     def writing(x: Tensor, w: Any) -> Any:
         if begun:
@@ -146,7 +141,6 @@ LATER: dict[str, tuple[Callable[[], Later], str]] = {
     "a write": (lambda: of_a_write, "writes into the leaves of its parameters in place"),
     "an earlier step": (lambda: partial(of_an_earlier_step, kept=[]), r"an output of layers\[2\] that an earlier call"),
     "a write by .data": (lambda: of_data, r"layers\[0\]: the block writes into its weights in place"),
-    "nothing": (lambda: of_nothing, "the loss does not depend on the differentiated arguments"),
 }
 
 
@@ -174,7 +168,6 @@ LATER_IN_STAGES = {
         "depends on a torch.nn.Parameter",
     ),
     "a write by .data": LATER["a write by .data"],
-    "nothing": LATER["nothing"],
     "leaves": (lambda: of_leaves, "the loss reads sharded leaves beside its visits"),
 }
 

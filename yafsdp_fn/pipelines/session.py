@@ -28,7 +28,6 @@ from yafsdp_fn.runtime.arguments import Results, StepLoss, detached
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import BackwardRoot, Session
-from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction, shapes_in
@@ -171,11 +170,9 @@ class StageSession(Session):
             if not asks_for_values(error):
                 raise
             raise errors.value_on_other_stage(f"the loss, called for {self._named},", error) from error
-        if self.watch:  # all stages alike: each of them has the whole loss
-            made = [mean.total, *self.segment.given]
-            self.check_origin(made)
-            if read_beside_visits(made, self.leaves)[0]:
-                raise RuntimeError(errors.READ_BESIDE_VISITS)
+        # all stages alike: each of them has the whole loss
+        if self.watch and self.check_origin([mean.total, *self.segment.given]):
+            raise RuntimeError(errors.READ_BESIDE_VISITS)
         # what it has made, and what leaves for other segments
         left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
