@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn.nn.linear import AutogradRun
@@ -254,6 +255,8 @@ class StageSession(Session):
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit that is here; returns what stands for the outputs of another one."""
         number = len(self.visits)
+        if self.differentiates and not torch.is_grad_enabled():
+            raise errors.untracked(call.name)
         if self.watch:
             self.segment.given += call.tensors
         if self.segment.enter(call, number):
@@ -370,6 +373,8 @@ class StageResults:
         """Keeps the results of this call; those that every stage makes count on the stage that makes the loss. Returns
         whether this call made the loss."""
         has_loss = call.segment == self._crossing.loss
+        if has_loss and isinstance(mean.total, FakeTensor):
+            raise OrderChanged(f"the loss is made of what another segment has made, as it was not before. {SAME_ORDER}")
         # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
         came, traced = shapes_in(nodes), shapes_in([node for _, node in self._crossing.aux])
