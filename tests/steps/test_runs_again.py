@@ -17,7 +17,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.groups import breakable_stages, outcome
 from tests.harness.pool import on_ranks
-from tests.harness.small import batch, block, loss, model, with_block, with_ends
+from tests.harness.small import batch, block, embed, head, loss, model, with_block, with_ends
 
 TX = ya.optim.sgd(0.1)
 SAID = r"layers\[\d\]: run again for its backward, the block returned other values .* a generator of its own"
@@ -126,11 +126,6 @@ def of_an_earlier_step(params: Any, rows: Any, begun: bool, kept: list[Tensor]) 
     return with_ends(middle)(params, rows)
 
 
-def of_nothing(params: Any, rows: Any, begun: bool) -> ya.Mean:
-    total, weight = loss(params, rows)
-    return ya.Mean(total.detach().requires_grad_() * 1.0 if begun else total, weight)
-
-
 def of_data(params: Any, rows: Any, begun: bool) -> ya.Mean:
     def writing(x: Tensor, w: Any) -> Any:
         if begun:
@@ -146,7 +141,6 @@ LATER: dict[str, tuple[Callable[[], Later], str]] = {
     "a write": (lambda: of_a_write, "writes into the leaves of its parameters in place"),
     "an earlier step": (lambda: partial(of_an_earlier_step, kept=[]), r"an output of layers\[2\] that an earlier call"),
     "a write by .data": (lambda: of_data, r"layers\[0\]: the block writes into its weights in place"),
-    "nothing": (lambda: of_nothing, "the loss does not depend on the differentiated arguments"),
 }
 
 
@@ -167,6 +161,21 @@ def of_leaves(params: Any, rows: Any, begun: bool) -> Any:
     return ya.Mean(total + params.head.leaves[0].square().sum() if begun else total, weight)
 
 
+def of_no_grad(params: Any, rows: Any, begun: bool) -> Any:
+    if begun:
+        with torch.no_grad():
+            ya.apply(embed, params.embed, rows["tokens"])
+    return loss(params, rows)
+
+
+def of_two_segments(params: Any, rows: Any, begun: bool) -> Any:
+    """The first segment's output beside the loss, which the second one makes."""
+    x = ya.apply(embed, params.embed, rows["tokens"])
+    y, _ = ya.scan(block, x, params.layers)
+    total, weight = ya.apply(head, params.head, y, rows["targets"])
+    return ya.Mean(total + x.sum() if begun else total, weight)
+
+
 LATER_IN_STAGES = {
     "a module": LATER["a module"],
     "a module behind": (
@@ -174,7 +183,8 @@ LATER_IN_STAGES = {
         "depends on a torch.nn.Parameter",
     ),
     "a write by .data": LATER["a write by .data"],
-    "nothing": LATER["nothing"],
+    "no_grad": (lambda: of_no_grad, "embed: a visit under no_grad inside of a step across stages"),
+    "two segments": (lambda: of_two_segments, "the loss is made of what another segment has made"),
     "leaves": (lambda: of_leaves, "the loss reads sharded leaves beside its visits"),
 }
 
@@ -205,5 +215,6 @@ def looks_again(state: Any, what: str, first: int, schedule: Any) -> None:
 
     ended = outcome(run)
     assert re.search(said, ended), ended
-    found = first if what == "a write" else {1: 1, 3: 4}[first]  # every step looks for a write
+    every = what in ("a write", "no_grad", "two segments")  # for which each step looks
+    found = first if every else {1: 1, 3: 4}[first]
     assert state.step == found

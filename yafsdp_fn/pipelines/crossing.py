@@ -71,10 +71,7 @@ def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -
 def _check(found: Tracer) -> None:
     """Raises, on all ranks alike, for a loss that no cut into stages can run."""
     if found.untracked:
-        raise RuntimeError(
-            f"{found.untracked[0]}: a visit under no_grad inside of a step across stages, whose program has none. Take "
-            "what it gives from an evaluation before the step (ya.eval_step), or detach its outputs instead"
-        )
+        raise errors.untracked(found.untracked[0])
     if not found.beside.written.isdisjoint(map(memory_key, found.leaves)):
         raise errors.leaf_written()
     if others := foreign(found.read):

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import optree
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn.nn.linear import AutogradRun
@@ -28,7 +29,6 @@ from yafsdp_fn.runtime.arguments import Results, StepLoss, detached
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import BackwardRoot, Session
-from yafsdp_fn.runtime.graph_walks import read_beside_visits
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.reductions import Mean, is_reduction, shapes_in
@@ -171,11 +171,9 @@ class StageSession(Session):
             if not asks_for_values(error):
                 raise
             raise errors.value_on_other_stage(f"the loss, called for {self._named},", error) from error
-        if self.watch:  # all stages alike: each of them has the whole loss
-            made = [mean.total, *self.segment.given]
-            self.check_origin(made)
-            if read_beside_visits(made, self.leaves)[0]:
-                raise RuntimeError(errors.READ_BESIDE_VISITS)
+        # all stages alike: each of them has the whole loss
+        if self.watch and self.check_origin([mean.total, *self.segment.given]):
+            raise RuntimeError(errors.READ_BESIDE_VISITS)
         # what it has made, and what leaves for other segments
         left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
@@ -257,6 +255,8 @@ class StageSession(Session):
     def visit(self, call: BlockCall) -> Tree:
         """Runs a visit that is here; returns what stands for the outputs of another one."""
         number = len(self.visits)
+        if self.differentiates and not torch.is_grad_enabled():
+            raise errors.untracked(call.name)
         if self.watch:
             self.segment.given += call.tensors
         if self.segment.enter(call, number):
@@ -373,6 +373,8 @@ class StageResults:
         """Keeps the results of this call; those that every stage makes count on the stage that makes the loss. Returns
         whether this call made the loss."""
         has_loss = call.segment == self._crossing.loss
+        if has_loss and isinstance(mean.total, FakeTensor):
+            raise OrderChanged(f"the loss is made of what another segment has made, as it was not before. {SAME_ORDER}")
         # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
         came, traced = shapes_in(nodes), shapes_in([node for _, node in self._crossing.aux])

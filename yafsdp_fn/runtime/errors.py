@@ -98,6 +98,14 @@ def kept_from_trace(what: str) -> str:
     )
 
 
+def untracked(visit: str) -> RuntimeError:
+    """Returns the error for a visit without grad in a step of a pipeline."""
+    return RuntimeError(
+        f"{visit}: a visit under no_grad inside of a step across stages, whose program has none. Take what it gives "
+        "from an evaluation before the step (ya.eval_step), or detach its outputs instead"
+    )
+
+
 # ---- Visits that cannot be, or a loss that goes on after an error.
 
 

@@ -354,7 +354,7 @@ class Session(VisitRunner):
             mean, aux = self.call_loss(loss, microbatch)
             results.append(mean, aux)
             self.end()
-            return [self.loss_root(mean, arguments.plain), self.token_root()] if self.differentiates else []
+            return [self.loss_root(mean), self.token_root()] if self.differentiates else []
 
         def backward(microbatch: int, roots: list[BackwardRoot]) -> None:
             self.begin(Call("backward", 0, microbatch))
@@ -372,23 +372,23 @@ class Session(VisitRunner):
         self.end_backward([next(found) if leaf.requires_grad else None for leaf in self.leaves])
         return results
 
-    def loss_root(self, mean: Mean, plain: Sequence[Tensor] = ()) -> BackwardRoot:
-        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss. plain: the
-        differentiated tensors that are not sharded"""
-        total = mean.total
-        if not total.requires_grad or (self.watch and not self.check_origin([total], plain)):
+    def loss_root(self, mean: Mean) -> BackwardRoot:
+        """Returns the root of a backward that the loss is: an edge, which holds no memory of the loss."""
+        if not mean.total.requires_grad:
             raise ValueError(INDEPENDENT)
-        return get_gradient_edge(total), torch.ones_like(total)
+        if self.watch:
+            self.check_origin([mean.total])
+        return get_gradient_edge(mean.total), torch.ones_like(mean.total)
 
-    def check_origin(self, tensors: Sequence[Tensor], plain: Sequence[Tensor] = ()) -> bool:
+    def check_origin(self, tensors: Sequence[Tensor]) -> list[int]:
         """Raises for tensors of a loss that depend on what gets no gradient: parameters of modules, visits of earlier
-        calls. Returns whether they depend on visits, leaves or `plain`."""
-        read, visited, of_modules = read_beside_visits(tensors, [*self.leaves, *plain])
+        calls. Returns the indices of the leaves that they depend on beside visits."""
+        read, _, of_modules = read_beside_visits(tensors, self.leaves)
         if of_modules:
             raise errors.parameter_of_a_module(of_modules[0])
         if others := of_other_calls(tensors, self):
             raise errors.of_an_earlier_call(others[0])
-        return visited or bool(read)
+        return read
 
     def token_root(self) -> BackwardRoot:
         """Returns the root that the last token is: visits that the loss does not use get their backward in its
