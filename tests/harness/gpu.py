@@ -10,6 +10,7 @@ import torch
 
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 ON_GPU = [pytest.mark.gpu, NO_CUDA]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 """Of a parametrization, or of all tests of a file."""
 
 

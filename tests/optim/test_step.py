@@ -8,9 +8,9 @@ import optree
 import pytest
 import torch
 
-from tests.harness.gpu import on_gpu
+from tests.harness.gpu import DEVICES, on_gpu
 from tests.harness.watching import Watch
-from tests.optim.trees import DEVICES, Model, assert_close, bits, clone, defined_step, flat, matrices, model
+from tests.optim.trees import Model, assert_close, bits, clone, defined_step, flat, matrices, model
 from yafsdp_fn import optim
 from yafsdp_fn.optim.step.analysis import analysis
 from yafsdp_fn.params.algebra import global_norm

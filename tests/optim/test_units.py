@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.harness.gpu import DEVICES
 from tests.harness.marks import nightly
 from tests.harness.watching import Watch
 from tests.optim.test_elementwise import TXS
 from tests.optim.test_step import ALL, FUSED, RAMP, clipped, foreign_sign
-from tests.optim.trees import DEVICES, bits, clone
+from tests.optim.trees import bits, clone
 from yafsdp_fn import optim
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.optim.cutting import row_runs

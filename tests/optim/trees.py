@@ -6,19 +6,16 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
-import pytest
 import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness import small
-from tests.harness.gpu import ON_GPU
 from tests.harness.oracle import compare, plain, whole
 from yafsdp_fn import optim
 from yafsdp_fn.params.tree import named_leaves
 
 F64 = ya.Precision(*[torch.float64] * 3)
-DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
 
 class Layer(NamedTuple):

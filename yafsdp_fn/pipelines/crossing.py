@@ -51,7 +51,7 @@ def shapes(tree: Any) -> Hashable:
 
 def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -> Crossing:
     """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
-    with LossWatch():
+    with LossWatch({}):
         found = traced(arguments, memory, every=not programs.trains)
     if found.beside.by_value:
         raise RuntimeError(

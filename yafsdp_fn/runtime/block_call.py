@@ -277,10 +277,10 @@ class VisitRunner:
     position: where this rank is, in words; leaves: by group, what the loss gets, rank's shards
     collectives: follows what blocks and the loss communicate (block_collectives.py); None without axes inside blocks
     running: the visit under way, while there is one
-    watch: this call looks for what would be wrong in silence
+    compared: elements of each leaf whose bits are compared after a call, `content`
     """
 
-    watch: bool = False
+    compared = 0
 
     def __init__(self, memory: StateMemory, number: int, *, differentiates: bool, trains: bool) -> None:
         self.memory, self.number, self.differentiates = memory, number, differentiates
@@ -319,10 +319,10 @@ class VisitRunner:
         comms, track = self.memory.comms, self.differentiates
         counter = loss.seed.counter(comms, microbatch)
         masters = self.memory.masters()
-        before = content(masters, self.watch)
+        before = content(masters, self.compared)
         with torch.set_grad_enabled(track), counting(counter), seeded(counter.seed_beside(LOSS), comms.device):
             called = returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
-        if content(masters, self.watch) != before:
+        if content(masters, self.compared) != before:
             raise errors.leaf_written()
         return called
 

@@ -245,6 +245,13 @@ def other_outputs(visit: str) -> RuntimeError:
     )
 
 
+def used_after(visit: str, weight: Tensor) -> RuntimeError:
+    return RuntimeError(
+        f"{visit}: the loss uses weights of this block, of shape {tuple(weight.shape)}, after its visit, when their "
+        "memory holds others; keep a copy (w.detach().clone()), or return it from the block"
+    )
+
+
 def view_of_weights(visit: str, out: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{visit}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "

@@ -50,6 +50,7 @@ from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
+from yafsdp_fn.util.bits import SAMPLES
 from yafsdp_fn.util.randomness import BACKWARD, seeded
 
 # ---- A step: its program, beside the visits.
@@ -93,6 +94,7 @@ class Session(VisitRunner):
         self.verified, self.grads, self.observer, self.updates = verified, grads, observer, updates
         runs = verified.runs
         self.watch = differentiates and runs & (runs - 1) == 0
+        self.compared = SAMPLES if self.watch else 0
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
         # the program, and how far it is

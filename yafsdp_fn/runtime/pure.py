@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.formats import WHOLE, Encoded
@@ -20,9 +21,15 @@ from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import address_of
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.visit import refuse_views
-from yafsdp_fn.util.bits import content
+from yafsdp_fn.util.bits import ALL, content
 from yafsdp_fn.util.randomness import in_step, ranks_around
-from yafsdp_fn.util.torch_private import forward_by_hand, forward_derivatives, recorded, transforms_active
+from yafsdp_fn.util.torch_private import (
+    forward_by_hand,
+    forward_derivatives,
+    memory_key,
+    recorded,
+    transforms_active,
+)
 
 # ---- Rematerialisation: a function of tensors that saves only its arguments, and runs again in the backward.
 #
@@ -201,15 +208,20 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 
+LentWeights = dict[int, tuple[str, StorageWeakRef]]
+"""Memory of weights -> the visit that saw them. The reference keeps the number of the memory from being given again."""
+
+
 def visit(call: BlockCall) -> Tree:
     """Gathers, runs the block, and drops the gathered weights; backward gathers again."""
     return call.outputs(outputs(call))
 
 
-def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
+def outputs(call: BlockCall, *, lent: LentWeights | None = None) -> Sequence[Tensor]:
     """Returns the tensors among the outputs of `visit`.
 
-    compare: with the weights' bits after it, too: no version counts what is written by `.data`
+    lent: in a call that looks for mistakes, which compares the weights' bits, too (no version counts what is written by
+        `.data`), and adds their memory to this
     """
     transformed = transforms_active()
     tracked = torch.is_grad_enabled() or transformed
@@ -237,17 +249,21 @@ def outputs(call: BlockCall, *, compare: bool = False) -> Sequence[Tensor]:
         args = flat[len(shards) :]
         # without a graph nothing else would notice a write
         watched = [] if tracked or torch.is_inference_mode_enabled() else leaves
-        before = content(watched, compare)
+        most = 0 if lent is None else ALL
+        before = content(watched, most)
         watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         if tracked and call.first:
             watch = TensorWatch([*leaves, *args], call.name)
         with watch:
             outs = call.run_on(weights, args)
-        if before != content(watched, compare):  # at world size 1 the weights are the shards themselves
+        if before != content(watched, most):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
-        for leaf in watched if compare else ():
-            # one that the block has let out is found in the graph of the loss
-            setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
+        if lent is not None:
+            for leaf in watched:
+                # one that the block has let out is found in the graph of the loss, and without a graph by its memory
+                setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
+                if not comms.alone:
+                    lent[memory_key(leaf)] = call.name, StorageWeakRef(leaf.untyped_storage())
         given = set(map(id, args))  # an argument must not be both saved and returned
         return tuple([out.view_as(out) if id(out) in given else out for out in outs])
 
@@ -276,11 +292,13 @@ def _check_derivatives(call: BlockCall, comms: Ranks) -> None:
 SAME_VISITS = "what to communicate (every rank must visit the same units in the same order)"
 
 
-def without_grad(runner: Any, call: BlockCall, visit: Visit | None = None) -> Sequence[Tensor]:
+def without_grad(
+    runner: Any, call: BlockCall, visit: Visit | None = None, lent: LentWeights | None = None
+) -> Sequence[Tensor]:
     """Returns the outputs of a visit of a `VisitRunner` without grad. No program says what ranks communicate: they
     compare it first.
 
-    visit: None where it is no part of a program
+    visit: None where it is no part of a program; lent: see `outputs`
     """
     number, visit_id = "without grad", None
     if visit is not None:
@@ -291,7 +309,7 @@ def without_grad(runner: Any, call: BlockCall, visit: Visit | None = None) -> Se
     if runner.collectives is not None:
         runner.collectives.begin("forward", visit_id)
     with torch.no_grad():
-        outs = outputs(call, compare=visit is not None)
+        outs = outputs(call, lent=lent)
     if runner.collectives is not None:
         runner.collectives.end()
     runner.running = None

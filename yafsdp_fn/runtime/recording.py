@@ -26,9 +26,10 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, StepLoss
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
-from yafsdp_fn.runtime.pure import SAME_VISITS, without_grad
+from yafsdp_fn.runtime.pure import SAME_VISITS, LentWeights, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
-from yafsdp_fn.util.torch_private import function_mode, without_function_mode
+from yafsdp_fn.util.bits import ALL
+from yafsdp_fn.util.torch_private import function_mode, memory_key, transforms_active, without_function_mode
 
 # ---- A call before the first step.
 
@@ -42,15 +43,17 @@ class CallRecording(VisitRunner):
     differentiates: visits without grad are no part of the trace
     """
 
-    watch = True
+    compared = ALL
 
     def record(self, loss: StepLoss) -> Trace:
         """Calls the loss on the first microbatch; returns the trace of a step whose microbatches are all like it.
         Raises if it writes to leaves, or does what `LossWatch` refuses."""
+        self.lent: LentWeights = {}
         self.begin(FIRST)
-        with LossWatch():
+        with LossWatch(self.lent) as watch:
             mean, aux = self.call_loss(loss, 0, copied=True)
         self.end()
+        watch.check([mean, aux])
         self._compare(mean.total, aux, loss.arguments.plain)
         visits, microbatches = tuple(self.visits), loss.arguments.microbatches
         order = chained_order(visits, microbatches, backward=self.differentiates)
@@ -67,7 +70,7 @@ class CallRecording(VisitRunner):
             return without_grad(self, call)
         arguments = call.tensors
         call.tensors = [x.detach() for x in arguments]  # as a block sees them in a step
-        outs = [out.clone() for out in without_grad(self, call, visit)]
+        outs = [out.clone() for out in without_grad(self, call, visit, self.lent)]
         if self.differentiates:
             # through which no backward goes
             self.token, *outs = VisitNode.apply(RecomputedVisit(self, call, visit), outs, (), self.token, *arguments)
@@ -104,9 +107,22 @@ class CallRecording(VisitRunner):
 
 class LossWatch(TorchFunctionMode):
     """Raises where a tensor with a gradient is given to a collective of torch.distributed (an all-gather loses it, of
-    which torch does not even warn), or to a GradScaler, which needs one of torch's optimizers to unscale it."""
+    which torch does not even warn), or to a GradScaler, which needs one of torch's optimizers to unscale it; and where
+    weights are used after their visit. lent: their memory"""
+
+    def __init__(self, lent: LentWeights) -> None:
+        super().__init__()
+        self.lent = lent
+
+    def check(self, used: Tree) -> None:
+        """Raises for weights, without a graph, that a block has let out: their memory holds others then."""
+        for tensor in tensors_in(used) if self.lent else ():
+            if tensor.layout == torch.strided and memory_key(tensor) in self.lent:
+                raise errors.used_after(self.lent[memory_key(tensor)][0], tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not (torch.compiler.is_compiling() or transforms_active() or func.__name__ == "__get__"):
+            self.check([args, kwargs])
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             foreign = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
             if foreign and any(tensor.requires_grad for tensor in tensors_in([args, kwargs])):

@@ -30,7 +30,7 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.block_call import BlockCall
 from yafsdp_fn.runtime.graph_walks import check_graph
 from yafsdp_fn.runtime.shards import GradSlot
-from yafsdp_fn.util.bits import content
+from yafsdp_fn.util.bits import SAMPLES, content
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id
 
 # ---- Destinations of the weights' gradients (nn/linear.py), which a visit opens while its backward runs.
@@ -143,13 +143,13 @@ class Running:
         `.data`, which no version counts, and if tensors reach it from outside."""
         watch = self.session.watch
         weights = list(itertools.chain.from_iterable(leaves))
-        before = content(weights, True) if watch else None
+        before = content(weights, SAMPLES) if watch else None
         outs = self.call.run_on(leaves, inputs)
         for leaf in weights:
             if leaf._version:
                 raise errors.weight_written(self.visit.name)
         if watch:
-            if content(weights, True) != before:
+            if content(weights, SAMPLES) != before:
                 raise errors.weight_written(self.visit.name)
             if torch.is_grad_enabled():
                 check_graph(outs, [*inputs, *weights], self.visit.name, lambda: self._once_more(leaves, inputs), self)
