@@ -25,7 +25,7 @@ def from_json(path: Path, kind: type[C]) -> C:
     try:
         values = strict_json.loads(path.read_text(encoding="utf-8"))
         command = values.pop("command", kind.COMMAND) if isinstance(values, dict) else kind.COMMAND
-        require(command == kind.COMMAND, f"it is of `python -m train {command}`, not of `{kind.COMMAND}`")
+        require(command == kind.COMMAND, f"it is of `python -m train {command!s:.60}`, not of `{kind.COMMAND}`")
         return _build(kind, values, "")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: not a folder that `python -m train clm` made?") from None
