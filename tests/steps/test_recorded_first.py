@@ -15,7 +15,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
-from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, params, same, state, with_ends
+from tests.harness.failing import TX, E, LossFn, batch, bits, embed, head, layer, loss, params, same, state, with_ends
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
 from tests.harness.oracle import plain
 from tests.harness.pool import Pools, on_ranks
@@ -183,6 +183,45 @@ def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(mesh: Any) -> 
     want = ya.train_step(tabled(cached(), in_block=True), TX)(state(), batch())[1]["loss"].item()
     said, found = across_stages(mesh, True)
     assert said == "returned" and found == pytest.approx(want, rel=1e-5)
+
+
+# ---- weights without a graph, which blocks let out
+
+
+def keeping(copied: bool, in_aux: bool) -> Callable[[Any, Any], Any]:
+    """A loss that uses a layer's weights after its visit, or returns them."""
+
+    def total(tree: Any, data: Any) -> Any:
+        kept = []
+
+        def block(x: Tensor, w: Any) -> tuple[Tensor, None]:
+            weight = w["w"].detach()
+            assert weight.shape == (E, E)
+            kept.append(weight.clone() if copied else weight)
+            return layer(x, w)
+
+        x = ya.apply(embed, tree["embed"], data["tokens"])
+        x, _ = ya.scan(block, x, tree["layers"])
+        first = kept[0]
+        value = ya.apply(head, tree["head"], x, data["targets"])
+        return (value, {"first": first}) if in_aux else (value * first.square().sum(), {"first": first.shape})
+
+    return total
+
+
+@on_ranks(1, 2)
+@pytest.mark.parametrize("in_aux", [False, True])
+def test_weights_are_used_after_their_visit_as_copies_alone(mesh: Any, in_aux: bool) -> None:
+    """On one rank they are where they were; on several their memory holds those of another layer."""
+    expected = keeping(True, in_aux)(ya.unshard(state(mesh).params), batch())[0]
+    for copied in (True, False):
+        step = ya.value_and_grad(keeping(copied, in_aux), has_aux=True)
+        if copied or mesh.size() == 1:
+            (value, _), _ = step(state(mesh).params, batch())
+            torch.testing.assert_close(value, expected)
+            continue
+        with pytest.raises(RuntimeError, match=r"layers\[0\]: the loss uses weights of this block, of shape"):
+            step(state(mesh).params, batch())
 
 
 # ---- what the loss may notice of being recorded
