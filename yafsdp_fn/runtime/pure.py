@@ -1,13 +1,13 @@
 """The pure path: differentiable collectives and a rematerialisation that compose with all of torch.func."""
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.forward_ad import make_dual, unpack_dual
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.formats import WHOLE, Encoded
@@ -208,8 +208,8 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
     return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
 
 
-LentWeights = dict[int, tuple[str, StorageWeakRef]]
-"""Memory of weights -> the visit that saw them. The reference keeps the number of the memory from being given again."""
+LentWeights = dict[int, str]
+"""Memory of weights, while it lives -> the visit that saw them."""
 
 
 def visit(call: BlockCall) -> Tree:
@@ -263,7 +263,9 @@ def outputs(call: BlockCall, *, lent: LentWeights | None = None) -> Sequence[Ten
                 # one that the block has let out is found in the graph of the loss, and without a graph by its memory
                 setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
                 if not comms.alone:
-                    lent[memory_key(leaf)] = call.name, StorageWeakRef(leaf.untyped_storage())
+                    lent[memory_key(leaf)] = call.name
+                    # its number may be given again
+                    weakref.finalize(leaf.untyped_storage(), lent.pop, memory_key(leaf), None).atexit = False
         given = set(map(id, args))  # an argument must not be both saved and returned
         return tuple([out.view_as(out) if id(out) in given else out for out in outs])
 

@@ -118,10 +118,10 @@ class LossWatch(TorchFunctionMode):
         """Raises for weights, without a graph, that a block has let out: their memory holds others then."""
         for tensor in tensors_in(used) if self.lent else ():
             if tensor.layout == torch.strided and memory_key(tensor) in self.lent:
-                raise errors.used_after(self.lent[memory_key(tensor)][0], tensor)
+                raise errors.used_after(self.lent[memory_key(tensor)], tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not (torch.compiler.is_compiling() or transforms_active() or func.__name__ == "__get__"):
+        if not (torch.compiler.is_compiling() or transforms_active() or getattr(func, "__name__", "") == "__get__"):
             self.check([args, kwargs])
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             foreign = getattr(func, "__module__", "") == "torch.distributed.distributed_c10d"
