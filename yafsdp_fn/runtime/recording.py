@@ -117,8 +117,10 @@ class LossWatch(TorchFunctionMode):
     def check(self, used: Tree) -> None:
         """Raises for weights, without a graph, that a block has let out: their memory holds others then."""
         for tensor in tensors_in(used) if self.lent else ():
-            if tensor.layout == torch.strided and memory_key(tensor) in self.lent:
-                raise errors.used_after(self.lent[memory_key(tensor)], tensor)
+            # those with a graph are found there
+            detached = not tensor.requires_grad and tensor.layout == torch.strided
+            if detached and (visit := self.lent.get(memory_key(tensor))):
+                raise errors.used_after(visit, tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not (torch.compiler.is_compiling() or transforms_active() or getattr(func, "__name__", "") == "__get__"):
