@@ -23,9 +23,8 @@ from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import StepLoss, returned
-from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.memory import StateMemory, content
 from yafsdp_fn.runtime.reductions import Mean
-from yafsdp_fn.util.bits import content
 from yafsdp_fn.util.randomness import (
     LOSS,
     States,

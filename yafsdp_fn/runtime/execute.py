@@ -39,7 +39,7 @@ from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import of_other_calls, read_beside_visits
-from yafsdp_fn.runtime.memory import StateMemory
+from yafsdp_fn.runtime.memory import SAMPLES, StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
@@ -50,7 +50,6 @@ from yafsdp_fn.runtime.slots import Slots
 from yafsdp_fn.runtime.state import StepUpdates
 from yafsdp_fn.runtime.visit import KeptVisit, ToSlots
 from yafsdp_fn.runtime.works import WORKS, prepare
-from yafsdp_fn.util.bits import SAMPLES
 from yafsdp_fn.util.randomness import BACKWARD, seeded
 
 # ---- A step: its program, beside the visits.

@@ -5,6 +5,7 @@ generation, and older views raise.
 """
 
 import itertools
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +35,27 @@ from yafsdp_fn.util.bits import sum_of_bits
 def address_of(tensor: Tensor) -> int:
     """Returns the address of the tensor's memory; 0 where it has none."""
     return tensor.untyped_storage().data_ptr()
+
+
+# ---- Whether leaves have been written to.
+
+SAMPLES = 256
+ALL = sys.maxsize
+
+
+def content(leaves: Sequence[Tensor], most: int) -> list[tuple[int, int]]:
+    """Returns what tells whether `leaves` have been written to.
+
+    most: elements of each whose bits are compared, at equal distances, since no version counts what is written by
+        `.data`: 0, `SAMPLES` (a step has no memory for more), or `ALL`
+    """
+    found = []
+    for leaf in leaves:
+        bits = 0
+        if most:
+            bits = int(sum_of_bits(leaf.detach().flatten()[:: max(1, leaf.numel() // most)]))
+        found.append((leaf._version, bits))
+    return found
 
 
 # ---- The memory of a state, from its first step to its last.

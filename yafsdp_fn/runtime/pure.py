@@ -18,10 +18,9 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.block_call import BlockCall, Rows
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
-from yafsdp_fn.runtime.memory import address_of
+from yafsdp_fn.runtime.memory import ALL, address_of, content
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.visit import refuse_views
-from yafsdp_fn.util.bits import ALL, content
 from yafsdp_fn.util.randomness import in_step, ranks_around
 from yafsdp_fn.util.torch_private import (
     forward_by_hand,

@@ -26,9 +26,9 @@ from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, StepLoss
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
 from yafsdp_fn.runtime.graph_walks import read_beside_visits
+from yafsdp_fn.runtime.memory import ALL
 from yafsdp_fn.runtime.pure import SAME_VISITS, LentWeights, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
-from yafsdp_fn.util.bits import ALL
 from yafsdp_fn.util.torch_private import function_mode, memory_key, transforms_active, without_function_mode
 
 # ---- A call before the first step.

@@ -1,8 +1,5 @@
 """Sums the bit patterns of tensors, as integers: the same in any order."""
 
-import sys
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -20,23 +17,4 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
     found = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for part in torch.split(pattern, AT_ONCE):
         found += part.sum(dtype=torch.int64)
-    return found
-
-
-SAMPLES = 256
-ALL = sys.maxsize
-
-
-def content(leaves: Sequence[Tensor], most: int) -> list[tuple[int, int]]:
-    """Returns what tells whether `leaves` have been written to.
-
-    most: elements of each whose bits are compared, at equal distances, since no version counts what is written by
-        `.data`: 0, `SAMPLES` (a step has no memory for more), or `ALL`
-    """
-    found = []
-    for leaf in leaves:
-        bits = 0
-        if most:
-            bits = int(sum_of_bits(leaf.detach().flatten()[:: max(1, leaf.numel() // most)]))
-        found.append((leaf._version, bits))
     return found
