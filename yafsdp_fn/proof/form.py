@@ -121,7 +121,7 @@ def _pairs(op: Any, trace: Trace) -> Iterator[tuple[tuple[int, ...], tuple[int, 
 
 
 def _mistyped(op: Op) -> str | None:
-    """Returns what is wrong with the first field that does not fit its annotation, or numbers an impossible slot."""
+    """Describes the first field that does not fit its annotation, or numbers an impossible slot; None if all fit."""
     kind: Any = type(op)
     for field, fits, expected in _fields(kind):
         value = getattr(op, field)

@@ -38,8 +38,8 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
-from yafsdp_fn.runtime.graph_walks import of_other_calls, read_beside_visits
-from yafsdp_fn.runtime.memory import SAMPLES, StateMemory
+from yafsdp_fn.runtime.graph_walks import SAMPLES, of_other_calls, read_beside_visits
+from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit

@@ -244,9 +244,14 @@ SAMPLES = 256
 """Elements of each output that are compared."""
 
 
+def spaced(tensor: Tensor, most: int = SAMPLES) -> Tensor:
+    """Selects about `most` elements of a tensor, at equal distances, or all of them: a view where it is contiguous."""
+    return tensor.detach().flatten()[:: max(1, tensor.numel() // most)]
+
+
 def sample(outs: Sequence[Tensor]) -> list[Tensor]:
     """Returns a copy of some elements of each of `outs`, at equal distances."""
-    return [out.detach().flatten()[:: max(1, out.numel() // SAMPLES)].clone() for out in outs]
+    return [spaced(out).clone() for out in outs]
 
 
 def alike(before: Sequence[Tensor], now: Sequence[Tensor]) -> bool:

@@ -27,6 +27,7 @@ from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime import errors
+from yafsdp_fn.runtime.graph_walks import spaced
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.shards import Shards
 from yafsdp_fn.util.bits import sum_of_bits
@@ -39,23 +40,16 @@ def address_of(tensor: Tensor) -> int:
 
 # ---- Whether leaves have been written to.
 
-SAMPLES = 256
 ALL = sys.maxsize
 
 
 def content(leaves: Sequence[Tensor], most: int) -> list[tuple[int, int]]:
-    """Returns what tells whether `leaves` have been written to.
+    """Fingerprints each of `leaves`: another one shows that it has been written to.
 
     most: elements of each whose bits are compared, at equal distances, since no version counts what is written by
         `.data`: 0, `SAMPLES` (a step has no memory for more), or `ALL`
     """
-    found = []
-    for leaf in leaves:
-        bits = 0
-        if most:
-            bits = int(sum_of_bits(leaf.detach().flatten()[:: max(1, leaf.numel() // most)]))
-        found.append((leaf._version, bits))
-    return found
+    return [(leaf._version, int(sum_of_bits(spaced(leaf, most))) if most else 0) for leaf in leaves]
 
 
 # ---- The memory of a state, from its first step to its last.

@@ -261,7 +261,7 @@ def outputs(call: BlockCall, *, lent: LentWeights | None = None) -> Sequence[Ten
             for leaf in watched:
                 # one that the block has let out is found in the graph of the loss, and without a graph by its memory
                 setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
-                if not comms.alone:
+                if not comms.alone and memory_key(leaf) not in lent:  # leaves of a unit share theirs
                     lent[memory_key(leaf)] = call.name
                     # its number may be given again
                     weakref.finalize(leaf.untyped_storage(), lent.pop, memory_key(leaf), None).atexit = False

@@ -28,8 +28,8 @@ from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.block_call import BlockCall
-from yafsdp_fn.runtime.graph_walks import check_graph
-from yafsdp_fn.runtime.memory import SAMPLES, content
+from yafsdp_fn.runtime.graph_walks import SAMPLES, check_graph
+from yafsdp_fn.runtime.memory import content
 from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.util.torch_private import SingleLevelFunction, foreach_copy, graph_task_id
 
