@@ -101,7 +101,10 @@ def test_a_wait_that_ends_while_ranks_are_read_shows_no_table(capsys: pytest.Cap
     assert capsys.readouterr().err == ""
 
 
-def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_is_printed_once_between_two_steps(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watchdog, "LONGEST_S", 0.02)
     ranks = watched([(Work(), "a")], seconds=3600)
     ranks.watchdog._patience = 0.0
     store = ranks.watchdog._store
@@ -114,3 +117,18 @@ def test_the_table_is_printed_once_between_two_steps(capsys: pytest.CaptureFixtu
     ranks.watchdog.close()
     said = capsys.readouterr().err
     assert said.count("rank 3 has waited for ") == said.count("Where ranks are:") == 2, said
+
+
+def test_what_is_ended_for_another_rank_is_what_is_waited_for_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that looks may be late on a busy machine: its last look is of a wait that has ended since."""
+    work = [(Work(), "a"), (Work(), "b")]
+    with monkeypatch.context() as late:
+        late.setattr(Watchdog, "_watch", Watchdog._look)  # it looks once
+        late.setattr(Watchdog, "_tell", Watchdog._say)
+        ranks = watched(work, seconds=2)
+        until(lambda: ranks.watchdog._status.waits == "a")
+        ranks.watchdog.close()
+    work[0][0].done = True
+    ranks.watchdog._store.set(watchdog.FAILED, "rank 2, forward of head: ValueError")
+    ranks.watchdog._share_failure()
+    assert ranks.said == ["b: another rank has failed alone (rank 2, forward of head: ValueError)"]

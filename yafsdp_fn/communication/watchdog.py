@@ -142,9 +142,7 @@ class Watchdog:
         position = self._steps.after
         for look in self._steps.looks[-1:]:
             position = look()
-        line, waits = where.standing(self._steps.thread)
-        # on the CPU a rank that computes waits for nothing: its streams run ahead, as a later receive does
-        labels = self._comms.under_way() if waits or self._comms.device.type != "cpu" else []
+        line, labels = self._waits_now()
         self._since = {id(label): self._since.get(id(label), now) for label in labels}
         self._labels = labels
         # in words
@@ -152,6 +150,12 @@ class Watchdog:
         names = ", ".join(label for (label,) in labels)
         waited = now - min(self._since.values(), default=now)
         self._status = RankStatus(self._status.beat + 1, at, names, waited)
+
+    def _waits_now(self) -> tuple[str, PendingLabels]:
+        """Returns the line of the user's Python, and what this rank waits for."""
+        line, waits = where.standing(self._steps.thread)
+        # on the CPU a rank that computes waits for nothing: its streams run ahead, as a later receive does
+        return line, self._comms.under_way() if waits or self._comms.device.type != "cpu" else []
 
     def _end_late(self) -> None:
         """Ends a collective on CUDA, where no host waits for one: a rank whose peer has died keeps issuing until it
@@ -206,7 +210,10 @@ class Watchdog:
             self._store.set(FAILED, self._steps.failed)
         elif self._status.waits and self._steps.lost is None and self._store.check([FAILED]):
             failed = self._store.get(FAILED).decode()
-            self._comms.abort_late(f"{self._status.waits}: another rank has failed alone ({failed})")
+            _, labels = self._waits_now()  # the last look may be of an earlier wait
+            if labels:
+                names = ", ".join(label for (label,) in labels)
+                self._comms.abort_late(f"{names}: another rank has failed alone ({failed})")
 
     def _say(self) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(self._status))
