@@ -77,6 +77,8 @@ def test_no_is_said_with_status_1(program: ya.Program, capsys: pytest.CaptureFix
         (f"{PLAN} --schedule zero9", "plan: AttributeError: module 'yafsdp_fn.schedules' has no attribute 'zero9'"),
         ("draw step.json step.gif --cluster a100-80g", "draw: step.gif"),
         (f"{PLAN} --mesh tensor=3", "plan: mesh(shard=-1, tensor=3): the job has 16 ranks, not a multiple of 3"),
+        (f"{PLAN} --mesh dp_shard=2", "plan: TypeError: mesh(dp_shard=...): it is here shard="),
+        (PLAN.replace("--ranks 16", "--ranks 0"), "plan: ranks=0: expected the number of GPUs, 1 or more"),
         ("verify nothing.json", "verify: [Errno 2] No such file or directory: 'nothing.json'"),
         ("verify my_model.py", "verify: my_model.py: not a program in JSON"),
         ("draw step.json step.svg", "draw: TypeError: compare: 'step.json' is a program; name the cluster"),

@@ -128,9 +128,9 @@ def _read(file: str) -> Any:
 
 ARGUMENTS = {
     plan: {
-        "loss": "MODULE:NAME  the loss, a function of parameters and batch",
-        "params": "MODULE:NAME  the tree of ya.Param, or a function that makes it",
-        "batch": "MODULE:NAME  one rank's batch, or a function that makes it",
+        "loss": "LOSS  a function of parameters and batch, as MODULE:NAME: my_model:loss_fn",
+        "params": "PARAMS  MODULE:NAME of the tree of ya.Param, or of a function that makes it",
+        "batch": "BATCH  MODULE:NAME of one rank's batch, or of a function that makes it",
         "--ranks": "RANKS  how many GPUs",
         "--cluster": "GPUS  of which kind: a CLUSTER",
         "--tx": "MODULE:NAME  the optimizer; AdamW if it is left out",

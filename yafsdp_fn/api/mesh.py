@@ -1,6 +1,5 @@
 """ya.mesh: the ranks that share one sharded state, arranged in axes. `util/mesh_axes.py` lists the possible axes."""
 
-import difflib
 import math
 import os
 from datetime import timedelta
@@ -14,14 +13,12 @@ from yafsdp_fn.communication.agreement import first_difference
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import group_of, host_group, order_launches
 from yafsdp_fn.communication.store import answers, rendezvous_store
-from yafsdp_fn.util.foreign_names import with_hints
 from yafsdp_fn.util.mesh_axes import EXPERT, INSIDE, REPLICATE, check_inside, mesh_sizes
 from yafsdp_fn.util.torch_private import default_group
 
 # ---- The verb.
 
 
-@with_hints
 def mesh(
     *,
     stage: int = 1,
@@ -80,8 +77,7 @@ def mesh(
     usual = {name: size for name, size in zip(INSIDE, (expert, context, tensor), strict=True) if size is not None}
     inside = {**axes, **usual}
     _agree({**asked, **inside, "deterministic": deterministic})
-    if inside:
-        _check_inside(inside)
+    check_inside(inside)
     world = dist.get_world_size()
     sizes = mesh_sizes(world, inside, stage=stage, replicate=replicate, shard=shard, local=local)
     if deterministic is not None:
@@ -108,18 +104,6 @@ def _agree(arguments: dict[str, object]) -> None:
         raise ValueError(
             f"mesh: ranks ask for different meshes; {differs}\ncall ya.mesh with the same arguments on every rank"
         )
-
-
-def _check_inside(inside: dict[str, int]) -> None:
-    """Raises unless these axes inside blocks can be."""
-    known = [*INSIDE, "stage", "replicate", "shard", "local", "device", "timeout", "deterministic"]
-    for name, size in inside.items():
-        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
-        if near:
-            raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
-        if type(size) is not int or size < 1:
-            raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
-    check_inside(tuple(inside))
 
 
 def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, kind: str) -> None:

@@ -187,5 +187,7 @@ def axes(
     ranks: int, replicate: int | None = None, local: int | None = None, **inside: int
 ) -> tuple[tuple[str, int], ...]:
     """Returns `Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
-    check_inside([*inside])
+    if type(ranks) is not int or ranks < 1:
+        raise ValueError(f"ranks={ranks!r}: expected the number of GPUs, 1 or more")
+    check_inside(inside)
     return tuple(mesh_sizes(ranks, inside, replicate=replicate, local=local).items())

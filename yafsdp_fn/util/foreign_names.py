@@ -124,6 +124,8 @@ KEYWORDS = {
     "gradient_accumulation_steps": "microbatches",
     "data": "shard",
     "dp": "shard",
+    "dp_replicate": "replicate",
+    "dp_shard": "shard",
     "fsdp": "shard",
     "pipeline": "stage",
     "pp": "stage",

@@ -1,10 +1,12 @@
 """The axes of a mesh, and the cut of flat vectors over ranks, as plain numbers."""
 
+import difflib
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from yafsdp_fn.util.foreign_names import KEYWORDS
 from yafsdp_fn.util.words import counted
 
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
@@ -139,7 +141,19 @@ def _completed(world: int, inside: Mapping[str, int], stage: int, replicate: int
     return replicate, shard
 
 
-def check_inside(names: Sequence[str]) -> None:
-    """Raises for names of axes inside blocks that cannot be."""
-    if taken := OUTSIDE.intersection(names):
-        raise TypeError(f"mesh: {min(taken)!r} is the name of an axis outside of blocks; give yours another")
+def check_inside(inside: Mapping[str, int]) -> None:
+    """Raises TypeError or ValueError unless these names and sizes of axes inside blocks can be."""
+    known = [*INSIDE, STAGE, REPLICATE, SHARD, LOCAL, "device", "timeout", "deterministic"]
+    for name, size in inside.items():
+        if name in OUTSIDE:
+            raise TypeError(
+                f"mesh: {name!r} is the name of an axis outside of blocks, which follows from stage (in a plan stages), "
+                "replicate and local; give yours another"
+            )
+        if KEYWORDS.get(name) in OUTSIDE:
+            raise TypeError(f"mesh({name}=...): it is here {KEYWORDS[name]}=; help() says more")
+        near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
+        if near:
+            raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
+        if type(size) is not int or size < 1:
+            raise ValueError(f"mesh({name}={size!r}): expected the number of ranks on this axis, 1 or more")
