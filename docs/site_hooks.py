@@ -159,6 +159,9 @@ def definitions(package: str) -> dict[str, str]:
     for node in ast.walk(ast.parse(file.read_text() if file else "")):
         if isinstance(node, ast.ImportFrom) and node.module:
             found |= {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "imported" and isinstance(node.args[1], ast.Dict):
+            late: dict[str, str] = ast.literal_eval(node.args[1])  # where a layer above has the name: no import says it
+            found |= {name: f"{module}.{name}" for name, module in late.items()}
     return found
 
 
