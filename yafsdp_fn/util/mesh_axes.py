@@ -147,8 +147,8 @@ def check_inside(inside: Mapping[str, int]) -> None:
     for name, size in inside.items():
         if name in OUTSIDE:
             raise TypeError(
-                f"mesh: {name!r} is the name of an axis outside of blocks, which follows from stage (in a plan stages), "
-                "replicate and local; give yours another"
+                f"mesh: {name!r} is the name of an axis outside of blocks, which follows from stage (in a plan "
+                "stages), replicate and local; give yours another"
             )
         if KEYWORDS.get(name) in OUTSIDE:
             raise TypeError(f"mesh({name}=...): it is here {KEYWORDS[name]}=; help() says more")
