@@ -188,8 +188,8 @@ def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(mesh: Any) -> 
 # ---- weights without a graph, which blocks let out
 
 
-def keeping(copied: bool, in_aux: bool) -> Callable[[Any, Any], Any]:
-    """A loss that uses a layer's weights after its visit, or returns them."""
+def keeping(copied: bool, used: str) -> Callable[[Any, Any], Any]:
+    """A loss that uses a layer's weights after its visit, itself or in the head, or returns them."""
 
     def total(tree: Any, data: Any) -> Any:
         kept = []
@@ -200,22 +200,28 @@ def keeping(copied: bool, in_aux: bool) -> Callable[[Any, Any], Any]:
             kept.append(weight.clone() if copied else weight)
             return layer(x, w)
 
+        def ending(w: Any, x: Tensor, targets: Tensor) -> Tensor:
+            value = head(w, x, targets)
+            return value * kept[0].square().sum() if used == "in a block" else value
+
         x = ya.apply(embed, tree["embed"], data["tokens"])
         x, _ = ya.scan(block, x, tree["layers"])
         first = kept[0]
-        value = ya.apply(head, tree["head"], x, data["targets"])
-        return (value, {"first": first}) if in_aux else (value * first.square().sum(), {"first": first.shape})
+        value = ya.apply(ending, tree["head"], x, data["targets"])
+        if used == "in the loss":
+            value = value * first.square().sum()
+        return value, {"first": first if used == "in aux" else first.shape}
 
     return total
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize("in_aux", [False, True])
-def test_weights_are_used_after_their_visit_as_copies_alone(mesh: Any, in_aux: bool) -> None:
+@pytest.mark.parametrize("used", ["in the loss", "in aux", "in a block"])
+def test_weights_are_used_after_their_visit_as_copies_alone(mesh: Any, used: str) -> None:
     """On one rank they are where they were; on several their memory holds those of another layer."""
-    expected = keeping(True, in_aux)(ya.unshard(state(mesh).params), batch())[0]
+    expected = keeping(True, used)(ya.unshard(state(mesh).params), batch())[0]
     for copied in (True, False):
-        step = ya.value_and_grad(keeping(copied, in_aux), has_aux=True)
+        step = ya.value_and_grad(keeping(copied, used), has_aux=True)
         if copied or mesh.size() == 1:
             (value, _), _ = step(state(mesh).params, batch())
             torch.testing.assert_close(value, expected)

@@ -328,6 +328,8 @@ class Segment:
         if call.structure[0] != traced.structure[0] or found != expected:
             what = "it returns other shapes, or another tree"
             raise errors.visit_differs_from_trace(f"{call.name} (visit {number})", what)
+        if _numbers(call.structure[1]) != _numbers(traced.structure[1]):
+            raise errors.number_differs_from_trace(f"{call.name} (visit {number})")
         return out
 
     def leaving(self, visited: int, position: str) -> dict[int, list[Tensor]]:
@@ -350,6 +352,11 @@ class Segment:
                     )
             out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Message(flow))))]
         return out
+
+
+def _numbers(outputs: Sequence[Any]) -> list[str]:
+    """Returns the numbers and strings among the outputs of a visit, as text: NaN is not equal to itself."""
+    return [repr(leaf) for leaf in outputs if isinstance(leaf, bool | int | float | complex | str)]
 
 
 # ---- Losses and aux, of the stage that makes them.

@@ -51,6 +51,14 @@ def visit_differs_from_trace(visit: str, what: str) -> OrderChanged:
     return OrderChanged(f"{visit}: {what} than when the step was traced. {SAME_ORDER}")
 
 
+def number_differs_from_trace(visit: str) -> OrderChanged:
+    """Returns the error for a visit in a pipeline that returns another number than in the trace."""
+    return OrderChanged(
+        f"{visit}: it returns another number, beside its tensors, than when the step was traced, and other stages have "
+        "that of the trace alone. Return a tensor (x.new_tensor(number)), or use the number where the loss has it"
+    )
+
+
 def arguments_differ_from_trace(visit: str, came: Any, traced: Any) -> OrderChanged:
     """Returns the error for a visit in a pipeline with other tensors than in the trace. came, traced: shapes and
     dtypes"""
@@ -216,6 +224,14 @@ def leaf_written() -> RuntimeError:
     return RuntimeError(
         "the loss writes into the leaves of its parameters in place, while their units may have been gathered already. "
         "Write between two steps, to the leaves of state.params, on all ranks (optree.tree_map under torch.no_grad())"
+    )
+
+
+def leaf_hooked() -> RuntimeError:
+    """Returns the error for a hook on the shards of a state, where no gradient comes by."""
+    return RuntimeError(
+        "a leaf of the parameters has a hook for its gradient, which would not be called: gradients of visits go to "
+        "gradient shards. Put it on the weight in its block (w.register_hook), or change what ya.grad returns"
     )
 
 

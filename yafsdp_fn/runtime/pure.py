@@ -258,13 +258,13 @@ def outputs(call: BlockCall, *, lent: LentWeights | None = None) -> Sequence[Ten
         if before != content(watched, most):  # at world size 1 the weights are the shards themselves
             raise errors.weight_written(call.name)
         if lent is not None:
+            memory = {memory_key(leaf): leaf.untyped_storage() for leaf in watched}
+            # one that the block has let out is found in the graph of the loss, and without a graph by its memory
             for leaf in watched:
-                # one that the block has let out is found in the graph of the loss, and without a graph by its memory
                 setattr(leaf.requires_grad_(leaf.is_floating_point()), OF_VISIT, call.name)
-                if not comms.alone and memory_key(leaf) not in lent:  # leaves of a unit share theirs
-                    lent[memory_key(leaf)] = call.name
-                    # its number may be given again
-                    weakref.finalize(leaf.untyped_storage(), lent.pop, memory_key(leaf), None).atexit = False
+            for key, storage in memory.items() if not comms.alone else ():
+                lent[key] = call.name
+                weakref.finalize(storage, lent.pop, key, None).atexit = False  # its number may be given again
         given = set(map(id, args))  # an argument must not be both saved and returned
         return tuple([out.view_as(out) if id(out) in given else out for out in outs])
 

@@ -266,6 +266,26 @@ def test_aux_of_other_shapes_than_in_the_trace_is_refused(_: Any) -> None:
 
 
 @on_ranks(2)
+def test_a_number_that_a_visit_returns_and_that_changes_is_refused(_: Any) -> None:
+    """Other stages have the number of the trace. A visit's stage says so, and the others are told."""
+    state, factor = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=TWO_STAGES), 2.0
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        x, number = ya.apply(lambda w, tokens: (embed(w, tokens), factor), params.embed, batch["tokens"])
+        x, _ = ya.scan(block, x, params.layers)
+        total, weight = ya.apply(head, params.head, x, batch["targets"])
+        return ya.Mean(total * number, weight)
+
+    once = ya.eval_step(plain)(state, batch_of(0))["loss"]
+    step = ya.train_step(loss, TX)
+    state, metrics = step(state, batch_of(0))
+    torch.testing.assert_close(metrics["loss"], 2 * once)
+    factor = 3.0
+    text = outcome(lambda: step(state, batch_of(0)))
+    assert "OrderChanged: embed (visit 0): it returns another number, beside its tensors, than when the" in text, text
+
+
+@on_ranks(2)
 def test_a_pipeline_of_another_step(_: Any) -> None:
     """A pipeline that was lowered for a batch of another shape."""
     state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), stages=TWO_STAGES)
