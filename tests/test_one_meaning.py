@@ -18,7 +18,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
-from tests.harness.meshes import made
+from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, compare, joined, plain
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, TX, Batch, Params, block, embed, head
@@ -43,9 +43,10 @@ WORLDS = [
 class Setting:
     """A problem on this rank and on one process. batches: of all ranks, `own` among them"""
 
-    def __init__(self, axes: str, name: str, *, same_data: bool = False) -> None:
+    def __init__(self, axes: str, name: str, *, layers: int = 2, same_data: bool = False) -> None:
         mesh, problem = made(axes), PROBLEMS[name]
-        abstract = {key: value for key, value in problem.params(2)._asdict().items() if value is not None}
+        # torch's pytrees take None for a leaf
+        abstract = {key: value for key, value in problem.params(layers)._asdict().items() if value is not None}
         self.sharded = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
         marked = optree.tree_map(Tensor.double, plain(abstract))
         self.plain = ya.params.without_markers(marked)
@@ -77,6 +78,18 @@ def axpy(a: float | Tensor, x: Tree, y: Tree) -> Tree:
 # `(loss of parameters, parameters, two directions)` -> trees or numbers
 
 
+def vjp_twice(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    _, back = tf.vjp(f, p)
+    return [back(torch.tensor(cotangent).double())[0] for cotangent in (1.0, 2.0)]
+
+
+def backward_to_leaves(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
+    """By autograd, to leaves of one's own."""
+    leaves = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), p)
+    f(leaves).backward()
+    return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, leaves)
+
+
 def hvp_jvp(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
     return tf.jvp(tf.grad(f), (p,), (u,))[1]
 
@@ -94,6 +107,10 @@ def third(f: Any, p: Tree, u: Tree, v: Tree) -> Tree:
     return tf.grad(lambda q: ya.vdot(tf.grad(along)(q), v))(p)
 
 
+def penalty(tree: Tree) -> Tensor:
+    return ya.global_norm(tree) + ya.vdot(tree, tree)
+
+
 def norms(f: Any, p: Tree, u: Tree, v: Tree, *, outer: Any = tf.grad) -> Tree:
     """A norm of the parameters and one of the gradient, as regularisers."""
     return outer(lambda q: f(q) + 0.1 * ya.global_norm(q) + 0.1 * ya.global_norm(tf.grad(f)(q)))(p)
@@ -101,8 +118,10 @@ def norms(f: Any, p: Tree, u: Tree, v: Tree, *, outer: Any = tf.grad) -> Tree:
 
 KITS = {
     "tf.grad": lambda f, p, u, v: tf.grad(f)(p),
-    "vjp": lambda f, p, u, v: tf.vjp(f, p)[1](torch.tensor(2.0).double())[0],
+    "vjp, called twice": vjp_twice,
+    "backward to leaves": backward_to_leaves,
     "hvp by jvp": hvp_jvp,
+    "hvp by tf.grad": lambda f, p, u, v: tf.grad(lambda q: ya.vdot(tf.grad(f)(q), u))(p),
     "hvp by ya.grad": hvp_ya,
     "hvp by ya.grad of ya.grad": lambda *a: hvp_ya(*a, inner=ya.grad),
     "gradient of jvp of jvp": lambda f, p, u, v: tf.grad(
@@ -114,12 +133,13 @@ KITS = {
     "MAML by tf.grad of ya.grad": lambda *a: maml(*a, inner=ya.grad),
     "third order": third,
     "norms": norms,
+    "a regulariser": lambda f, p, u, v: tf.grad(lambda q: f(q) + 0.1 * penalty(q))(p),
+    "along its gradient": lambda f, p, u, v: tf.grad(lambda q: ya.vdot(tf.grad(penalty)(q), u))(p),
     "norms in a step": lambda *a: norms(*a, outer=ya.grad),
 }
 
 
-def same(axes: str, name: str, kits: list[str], same_data: bool) -> None:
-    s = Setting(axes, name, same_data=same_data)
+def same(s: Setting, name: str, kits: list[str]) -> None:
     (u, plain_u), (v, plain_v) = s.directions
     for kit in kits:
         got = KITS[kit](lambda p: s.loss(p, s.own), s.sharded, u, v)
@@ -143,11 +163,89 @@ def same(axes: str, name: str, kits: list[str], same_data: bool) -> None:
 def test_transforms(mesh: Any, axes: str, same_data: bool) -> None:
     """All of them on one rank, on two, and on two that hold all; on four, and of the same data, those that differ."""
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
-    most = [*few, "vjp", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
+    most = [*few, "vjp, called twice", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
     kits = {"replicate": most, "replicate-nodes": few}.get(axes, few if same_data else list(KITS))
-    same(axes, "base", kits, same_data)
+    same(Setting(axes, "base", same_data=same_data), "base", kits)
     for name in ("twice", "stacks", "pinned") if mesh.size() < 4 and not same_data else ("pinned",):
-        same(axes, name, few, same_data)
+        same(Setting(axes, name, same_data=same_data), name, few)
+
+
+NAMES = ["base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part"]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "axes", "names"),
+    [
+        *((1, "shard", NAMES[::2]), (2, "shard", NAMES[1::2]), (3, "shard", NAMES[::4])),
+        *(nightly(world, "shard", NAMES) for world in (1, 2, 3)),
+        (4, "replicate-nodes", ["tied", "rich"]),
+        *(nightly(4, axes, ["tied", "rich"]) for axes in ("replicate", "copies", "nodes")),
+    ],
+)
+def test_first_derivatives_of_every_kind_of_visit(mesh: Any, axes: str, names: list[str]) -> None:
+    for name in names:
+        same(Setting(axes, name, layers=3), name, ["tf.grad", "vjp, called twice", "backward to leaves"])
+
+
+def rows_of(batch: Batch) -> Batch:
+    """Batches of a row each."""
+    return {key: value.unsqueeze(1) for key, value in batch.items()}
+
+
+def of_each_rank(s: Setting, name: str) -> None:
+    """Values and forward derivatives, each rank's own; and gradients of rows, whose mean over ranks is that of rows in
+    equal places."""
+
+    def own(params: Tree) -> Tensor:
+        return s.loss(params, s.own)
+
+    (u, plain_u), _ = s.directions
+    compare(own(s.sharded), own(s.plain), BOUND if len(s.batches) > 1 else 0.0, f"{name}: value")
+    compare(tf.jvp(own, (s.sharded,), (u,)), tf.jvp(own, (s.plain,), (plain_u,)), BOUND, f"{name}: jvp")
+    each = tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
+    every = [each(s.plain, rows_of(batch)) for batch in s.batches]
+    mean = optree.tree_map(lambda *rows: torch.stack(rows).mean(0), *every)
+    compare(each(s.sharded, rows_of(s.own)), mean, BOUND, f"{name}: gradients of rows")
+
+
+SOME = ["base", "rich", "twice"]
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "axes", "names"),
+    [
+        *((1, "shard", SOME), (2, "shard", SOME), nightly(1, "shard", NAMES), nightly(2, "shard", NAMES)),
+        (4, "copies", ["base"]),
+        *(nightly(4, axes, ["base"]) for axes in ("replicate", "nodes", "replicate-nodes")),
+    ],
+)
+def test_other_derivatives_of_every_kind_of_visit(mesh: Any, axes: str, names: list[str]) -> None:
+    for name in names:
+        s = Setting(axes, name, layers=3)
+        same(s, name, ["hvp by jvp", "hvp by tf.grad"])
+        of_each_rank(s, name)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("axes", MESHES)
+def test_regularisers(_: Any, axes: str) -> None:
+    """Numbers over trees stand on every rank, as parts that count equally; gradients are complete on every replica."""
+    same(Setting(axes, "base", layers=3), "base", ["a regulariser", "along its gradient"])
+
+
+@on_ranks(1, 2, 3)
+def test_a_gradient_with_dropout(mesh: Any) -> None:
+    """Outside a step blocks draw from the default generator, and draw the same again when they are recomputed."""
+    s = Setting("shard", "dropout", layers=3)
+    every = []
+    for rank, batch in enumerate(s.batches):
+        torch.manual_seed(rank)
+        every.append(tf.grad(s.loss)(s.plain, batch))
+    torch.manual_seed(mesh.get_rank())
+    got = tf.grad(s.loss)(s.sharded, s.own)
+    compare(got, optree.tree_map(lambda *grads: torch.stack(grads).mean(0), *every), BOUND, "dropout")
 
 
 @on_ranks()
@@ -189,8 +287,7 @@ def test_plain_arguments_and_examples(mesh: Any, axes: str) -> None:
     compare(inner, expected, BOUND, "ya.grad of it")
     compare(tf.grad(scaled)(scale, s.sharded, s.own), 3.0 * s.loss(s.plain, s.own), BOUND, "torch.func.grad")
     whole = ya.unshard(s.sharded)
-    rows = {key: value.unsqueeze(1) for key, value in s.own.items()}
-    each = tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
+    rows, each = rows_of(s.own), tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
     compare(each(whole, rows), each(s.plain, rows), BOUND, "a whole tree: each rank's own examples, nothing else")
 
 

@@ -10,8 +10,8 @@ on the mean over all ranks' batches, in float64; and the plain tree's is that of
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import optree
@@ -25,12 +25,11 @@ from torch.autograd import forward_ad
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare, joined, noting, plain, whole
-from tests.harness.pool import Pools
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
     PROBLEMS,
     TX,
     Batch,
-    E,
     Head,
     Layer,
     Params,
@@ -38,8 +37,7 @@ from tests.harness.problems import (
     block,
     embed,
     head,
-    masked_loss,
-    param,
+    tied_head,
 )
 from tests.steps.test_collectives import recorded
 from tests.test_transforms_doc import PAGE
@@ -164,27 +162,13 @@ def number(result: Tree, u: Tree) -> Tensor:
 
 def abstract(name: str) -> Tree:
     """As dictionaries, since torch's pytrees take None for a leaf."""
-    if name == "tied":
-        return abstract("base") | {"head": {"scale": param(E)}}
     given = PROBLEMS[name].params(1 if name == "stacks" else 2)  # of two stacks the second is a layer longer
     return {key: value for key, value in given._asdict().items() if value is not None}
 
 
-def tied_head(weights: Tree, x: Tensor, targets: Tensor) -> ya.Mean:
-    own, table = weights
-    return masked_loss((x * own["scale"]) @ table.T, targets)
-
-
-def tied_mean(p: Tree, batch: Batch) -> ya.Mean:
-    """The embedding is visited first and last."""
-    x = ya.apply(embed, p["embed"], batch["tokens"])
-    x, _ = ya.scan(block, x, p["layers"])
-    return ya.apply(tied_head, (p["head"], p["embed"]), x, batch["targets"])
-
-
 def loss_of(name: str, weighted: bool) -> LossOf:
     def mean(p: Tree, batch: Batch) -> ya.Mean:
-        return tied_mean(p, batch) if name == "tied" else PROBLEMS[name].loss(Params(**({"more": None} | p)), batch)
+        return PROBLEMS[name].loss(Params(**({"more": None} | p)), batch)
 
     return ya.functional_loss(mean) if weighted else lambda p, batch: mean(p, batch).total / 10
 
@@ -212,7 +196,7 @@ def seeded_for(rank: int) -> Within:
 
 def counted_for(rank: int) -> Within:
     """Inside of a step visits are numbered, and draw by seed, step, visit and rank."""
-    return functools.partial(counting, VisitCounter(0, 0, 0, rank))
+    return partial(counting, VisitCounter(0, 0, 0, rank))
 
 
 class Plain:
@@ -235,24 +219,20 @@ def sharded(mesh: Any, name: str, kind: str) -> tuple[Loss, Tree, Tree, Tree]:
     return f, p, ya.normal_like(1, p), ya.normal_like(2, p)
 
 
-def outcome(run: Callable[[], Tree]) -> Tree:
-    """What it returns, whole, or the text of what it raises."""
-    try:
-        return whole(run())
-    except RuntimeError as error:
-        return str(error)
+def over_ranks(part: Tensor) -> Tensor:
+    mean = part.clone(memory_format=torch.contiguous_format)
+    torch.distributed.all_reduce(mean)
+    return mean / torch.distributed.get_world_size()
 
 
-def check(outcomes: list[dict[str, Tree]], expected: dict[str, Callable[[], Tree]], refused: dict[str, str]) -> None:
-    """outcomes: of each rank, by transform. Those of the table are refused, all others are what is expected."""
-    for transform, of_plain in expected.items():
-        found = [of_rank[transform] for of_rank in outcomes]
-        if transform in refused:
-            assert all(str(text).startswith(refused[transform]) for text in found), f"{transform}: {found}"
-            continue
-        assert not any(isinstance(text, str) for text in found), f"{transform}: {found}"
-        mean = optree.tree_map(lambda *parts: torch.stack(parts).mean(0), *found)
-        compare(mean, of_plain(), BOUND, transform)
+def expect(transform: str, run: Callable[[], Tree], expected: Callable[[], Tree], refused: dict[str, str]) -> None:
+    """It is refused, where the table says so; else the mean over ranks of what comes out is what is expected."""
+    if transform in refused:
+        with pytest.raises(RuntimeError) as error:
+            run()
+        assert str(error.value).startswith(refused[transform]), f"{transform}: {error.value}"
+        return
+    compare(optree.tree_map(over_ranks, whole(run())), expected(), BOUND, transform)
 
 
 # ---- of a loss
@@ -269,11 +249,6 @@ def test_plain_trees_are_torch() -> None:
         of_step(one.by_hand, u, v, forward_by_hand)(p).backward()
 
 
-def all_of(mesh: Any, name: str, kind: str) -> dict[str, Tree]:
-    given = sharded(mesh, name, kind)
-    return {transform: outcome(lambda of=of: of(*given)) for transform, of in TRANSFORMS.items()}
-
-
 CASES = {
     "one stack": ("base", ""),
     "two stacks": ("stacks", ""),
@@ -284,6 +259,7 @@ CASES = {
 
 
 @pytest.mark.sampled
+@on_ranks()
 @pytest.mark.parametrize(
     ("world", "name", "kind"),
     [
@@ -292,12 +268,12 @@ CASES = {
         for case in CASES
     ],
 )
-def test_of_a_loss(pools: Pools, world: int, name: str, kind: str) -> None:
-    one = Plain(name, world, kind)
+def test_of_a_loss(mesh: Any, name: str, kind: str) -> None:
+    one, given = Plain(name, mesh.size(), kind), sharded(mesh, name, kind)
     plain_of = TRANSFORMS if kind == "dropout" else PLAIN  # what linearize records draws new numbers when it is run
-    expected = {transform: lambda of=of: of(one.loss, *one.given) for transform, of in plain_of.items()}
-    refused = (OF_DROPOUT if kind == "dropout" else {}) | (ON_RANKS if world > 1 else {})
-    check(pools[world].run(all_of, name, kind), expected, refused)
+    refused = (OF_DROPOUT if kind == "dropout" else {}) | (ON_RANKS if mesh.size() > 1 else {})
+    for transform, of in TRANSFORMS.items():
+        expect(transform, partial(of, *given), partial(plain_of[transform], one.loss, *one.given), refused)
 
 
 # ---- inside the loss of a step
@@ -307,51 +283,41 @@ def of_step(f: Loss, u: Tree, v: Tree, transform: Callable[..., Tree]) -> Callab
     return lambda p: f(p) + number(transform(f, p, u, v), u)
 
 
-def in_steps(mesh: Any, name: str) -> list[dict[str, Tree]]:
-    """The gradients by programs that recompute nothing, and all; by transform."""
-    f, p, u, v = sharded(mesh, name, "")
-    found = [{}, {}]
+def again(step: Callable[[Tree], Tree], p: Tree) -> list[Tree]:
+    """Of the call that is recorded, and of the program."""
+    return [step(p), step(p)]
+
+
+@on_ranks(nightly(1), 2)
+@pytest.mark.parametrize("name", ["stacks", nightly("tied")], ids=["two stacks", "one stack and a tied embedding"])
+def test_in_a_step(mesh: Any, name: str) -> None:
+    """By programs that recompute nothing, and all."""
+    one, (f, p, u, v) = Plain(name, mesh.size()), sharded(mesh, name, "")
+    plain_p, plain_u, plain_v = one.given
+    refused = (ON_RANKS if mesh.size() > 1 else {}) | IN_A_STEP
     for transform, of in TRANSFORMS.items():
         loss, traces = of_step(f, u, v, of), list[Trace]()
+        on_plain = tf.grad(of_step(one.loss, plain_u, plain_v, PLAIN[transform]))
         first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat="none"), traces))
-        found[0][transform] = outcome(lambda step=first: [step(p), step(p)][1])  # recorded, then by the program
+        expect(transform, partial(again, first, p), lambda of=on_plain: 2 * [of(plain_p)], refused)
         if traces:
             second = ya.grad(loss, schedule=ya.schedules.zero3(remat="all")(traces[0]))
-            found[1][transform] = outcome(lambda step=second: step(p))
-        else:
-            found[1][transform] = found[0][transform]
-    return found
+            expect(transform, partial(second, p), partial(on_plain, plain_p), refused)
 
 
-@pytest.mark.parametrize("world", [nightly(1), 2])
-@pytest.mark.parametrize("name", ["stacks", nightly("tied")], ids=["two stacks", "one stack and a tied embedding"])
-def test_in_a_step(pools: Pools, world: int, name: str) -> None:
-    one = Plain(name, world)
-    p, u, v = one.given
-    refused = (ON_RANKS if world > 1 else {}) | IN_A_STEP
-    expected = {k: tf.grad(of_step(one.loss, u, v, of))(p) for k, of in PLAIN.items() if k not in refused}
-    for of_remat in zip(*pools[world].run(in_steps, name), strict=True):
-        check(list(of_remat), {k: lambda k=k: expected[k] for k in PLAIN}, refused)
-
-
-def dropout_in_a_step(mesh: Any) -> dict[str, Tree]:
+@on_ranks(nightly(1), 2)
+def test_dropout_in_a_step(mesh: Any) -> None:
     f, p, u, v = sharded(mesh, "dropout", "")
-    steps = {transform: ya.grad(of_step(f, u, v, of)) for transform, of in TRANSFORMS.items()}
-    return {transform: outcome(lambda step=step: [step(p), step(p)]) for transform, step in steps.items()}
+    refused = OF_DROPOUT | (ON_RANKS if mesh.size() > 1 else {}) | IN_A_STEP
 
-
-@pytest.mark.parametrize("world", [nightly(1), 2])
-def test_dropout_in_a_step(pools: Pools, world: int) -> None:
-    """Recorded and by the program."""
-
-    def of_plain(transform: str) -> Tree:
-        one = Plain("dropout", world, "dropout in a step")
+    def of_plain(transform: str) -> list[Tree]:
+        one = Plain("dropout", mesh.size(), "dropout in a step")
         p, u, v = one.given
         return 2 * [tf.grad(of_step(one.loss, u, v, PLAIN[transform]))(p)]
 
-    refused = OF_DROPOUT | (ON_RANKS if world > 1 else {}) | IN_A_STEP
-    expected = {transform: lambda k=transform: of_plain(k) for transform in PLAIN}
-    check(pools[world].run(dropout_in_a_step), expected, refused)
+    for transform, of in TRANSFORMS.items():
+        step = ya.grad(of_step(f, u, v, of))
+        expect(transform, partial(again, step, p), partial(of_plain, transform), refused)
 
 
 # ---- what it costs

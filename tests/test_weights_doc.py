@@ -53,68 +53,61 @@ def trained(oracle: Plain, loss: Any, tx: Any = TX, state: Any = None) -> list[y
     return states[1:]
 
 
-def close(got: Any, expected: Any, what: str, tolerance: float = CLOSE) -> None:
-    compare(got, expected, tolerance, what)
-
-
 def loss_of(names: Names, tree: Any, oracle: Plain) -> Tensor:
     """On the last batch, as the page's `evaluate` has it."""
     return names["loss_fn"](whole(tree), oracle.batches[-1]).detach()
 
 
-# ---- what each section should give
+# ---- what each section should give, by the names that its code makes
 
 
-def without_an_optimizer(names: Names, oracle: Plain) -> None:
+def without_an_optimizer(names: Names, oracle: Plain) -> Names:
     teacher = ya.materialize(model(5), seed=1)
-    close(names["teacher"], teacher, "the teacher", 0)
-    close(names["teacher_loss"], loss_of(names, teacher, oracle), "its loss")
+    compare(names["teacher"], teacher, 0, "the teacher")
     answers = names["logits"](teacher, names["batch"]["tokens"]).argmax(-1)
     assert torch.equal(names["answers"], answers) and not names["answers"].requires_grad
     step = ya.train_step(names["loss_fn"], TX)
     student, _ = step(names["student"], names["batch"])
     expected, _ = step(ya.PlainState.create(model(5), TX, seed=1), oracle.batches[-1])
-    close(student, expected.params, "its student")
+    compare(student, expected.params, CLOSE, "its student")
+    return {"teacher_loss": loss_of(names, teacher, oracle)}
 
 
-def a_moving_average(names: Names, oracle: Plain) -> None:
+def a_moving_average(names: Names, oracle: Plain) -> Names:
     average = oracle.state.params
     for state in trained(oracle, names["loss_fn"]):
         average = optree.tree_map(lambda a, p: 0.9 * a + 0.1 * p, average, state.params)
-    close(names["average"], average, "the average")
-    close(names["average_loss"], loss_of(names, average, oracle), "its loss")
     saved = ya.checkpoint.load_params(names["folder"], like=ya.init(model(), mesh=names["mesh"]))
-    close(saved, names["average"], "what was saved", 0)
-    close(ya.shard(names["average"]), names["average"], "a state of it", 0)
+    compare(saved, names["average"], 0, "what was saved")
+    compare(ya.shard(names["average"]), names["average"], 0, "a state of it")
+    return {"average": average, "average_loss": loss_of(names, average, oracle)}
 
 
-def averages_of_checkpoints_soups(names: Names, oracle: Plain) -> None:
+def averages_of_checkpoints_soups(names: Names, oracle: Plain) -> Names:
     soup = mean_of(*oracle.snapshots)
-    close(names["soup"], soup, "the soup")
-    close(names["soup_loss"], loss_of(names, soup, oracle), "its loss")
     kept: list[Any] = []
     for tree in sorted(oracle.snapshots, key=lambda tree: float(loss_of(names, tree, oracle))):
         if not kept or loss_of(names, mean_of(*kept, tree), oracle) <= loss_of(names, mean_of(*kept), oracle):
             kept.append(tree)
     assert len(names["kept"]) == len(kept)
-    close(names["greedy"], mean_of(*kept), "the greedy soup")
     step = ya.train_step(names["loss_fn"], TX)
     onwards, _ = step(names["state"], names["batch"])
     from_soup = oracle.state.__class__(soup, oracle.state.opt_state, 1, 0)
-    close(onwards, step(from_soup, oracle.batches[-1])[0].params, "a step from the soup")
+    compare(onwards, step(from_soup, oracle.batches[-1])[0].params, CLOSE, "a step from the soup")
+    return {"soup": soup, "soup_loss": loss_of(names, soup, oracle), "greedy": mean_of(*kept)}
 
 
-def distillation(names: Names, oracle: Plain) -> None:
+def distillation(names: Names, oracle: Plain) -> Names:
     teacher = ya.materialize(model(5), seed=1)
 
     def distil(params: Any, own: Any) -> Tensor:
         soft = names["logits"](teacher, own["tokens"]).softmax(-1)
         return -(names["logits"](params, own["tokens"]).log_softmax(-1) * soft).sum(-1).mean()
 
-    close(names["state"], trained(oracle, distil)[-1].params, "the student")
+    return {"state": trained(oracle, distil)[-1].params}
 
 
-def a_step_inside_a_step(names: Names, oracle: Plain) -> None:
+def a_step_inside_a_step(names: Names, oracle: Plain) -> Names:
     """By autograd, twice. The mean over ranks of losses on their own rows is the loss on all rows."""
     loss, spec = names["loss_fn"], optree.tree_structure(oracle.state.params)
 
@@ -127,10 +120,10 @@ def a_step_inside_a_step(names: Names, oracle: Plain) -> None:
         inner = torch.autograd.grad(on(leaves, own), leaves, create_graph=True)
         grads = torch.autograd.grad(on([w - 0.1 * g for w, g in zip(leaves, inner, strict=True)], own), leaves)
         state = state.apply_gradients(optree.tree_unflatten(spec, grads), TX)
-    close(names["state"], state.params, "meta-learnt parameters")
+    return {"state": state.params}
 
 
-def layer_by_layer(names: Names, oracle: Plain) -> None:
+def layer_by_layer(names: Names, oracle: Plain) -> Names:
     params, teacher = whole(oracle.state.params), ya.materialize(model(), seed=1)
     bound = {}
     for name, leaf in params.layers.items():
@@ -140,45 +133,48 @@ def layer_by_layer(names: Names, oracle: Plain) -> None:
         bound[name] = leaf / largest.view(-1, *[1] * (leaf.ndim - 1))
         moved = (bound[name] - teacher.layers[name]).flatten(1).square().sum(1).sqrt()
         torch.testing.assert_close(names["distance"][name], moved, rtol=CLOSE, atol=0)
-    close(names["state"], params._replace(layers=bound), "bounded layers")
     assert not torch.equal(bound["up"], params.layers["up"])
+    return {"state": params._replace(layers=bound)}
 
 
-def on_the_line_between_two_models(names: Names, oracle: Plain) -> None:
+def on_the_line_between_two_models(names: Names, oracle: Plain) -> Names:
     trees = [ya.materialize(model(), seed=1), ya.materialize(model(), seed=2), whole(oracle.state.params)]
     one, two, three = trees
-    for t, got in zip((0, 0.25, 0.5, 0.75, 1), names["line"], strict=True):
-        at = optree.tree_map(lambda a, b, t=t: (1 - t) * a + t * b, one, two)
-        close(got, loss_of(names, at, oracle), f"the loss at {t}")
+    between = (optree.tree_map(lambda a, b, t=t: (1 - t) * a + t * b, one, two) for t in (0, 0.25, 0.5, 0.75, 1))
     origin, first, second = (torch.cat([leaf.flatten() for leaf in optree.tree_leaves(tree)]) for tree in trees)
-    close(names["cosine"], torch.nn.functional.cosine_similarity(first - origin, second - origin, dim=0), "the cosine")
     both = mean_of(two, three)
-    close(names["both"], both, "both tasks")
-    close(names["both_loss"], loss_of(names, both, oracle), "its loss")
+    return {
+        "line": [loss_of(names, at, oracle) for at in between],
+        "cosine": torch.nn.functional.cosine_similarity(first - origin, second - origin, dim=0),
+        "both": both,
+        "both_loss": loss_of(names, both, oracle),
+    }
 
 
-def freezing(names: Names, oracle: Plain) -> None:
+def freezing(names: Names, oracle: Plain) -> Names:
     params = oracle.state.params
     marked = params._replace(embed=ya.frozen(params.embed), layers=ya.frozen(params.layers))
     moments = dict(named_leaves(oracle.state.opt_state))
     new = TX.init(trainable(marked))
     kept = optree.tree_unflatten(optree.tree_structure(new), [moments[path] for path, _ in named_leaves(new)])
     state = ya.PlainState(marked, kept, 1, 0)
-    close(names["tuned"], trained(oracle, names["loss_fn"], state=state)[-1].params, "the head alone")
     assert len(optree.tree_leaves(names["tuned"].opt_state)) < len(optree.tree_leaves(names["state"].opt_state))
     held = names["held"]
     begun = ya.PlainState(params, (oracle.state.opt_state, held.init(params)[1]), 1, 0)
-    expected = trained(oracle, names["loss_fn"], held, begun)[-1]
-    close(names["state"], expected.params, "all but biases")
     assert torch.equal(ya.unshard(names["state"]).layers["bias"], names["at first"].layers["bias"])
+    return {
+        "tuned": trained(oracle, names["loss_fn"], state=state)[-1].params,  # the head alone
+        "state": trained(oracle, names["loss_fn"], held, begun)[-1].params,  # all but biases
+    }
 
 
-def out_while_training(names: Names, oracle: Plain) -> None:
+def out_while_training(names: Names, oracle: Plain) -> Names:
     before = names["at first"]  # kept, and the state has moved on
     assert names["engine"].keys() >= {"embed.weight", "layers.0.up", "head.norm"}
     assert torch.equal(names["engine"]["layers.1.up"], before.layers["up"][1].bfloat16())
     assert torch.equal(names["engine"]["embed.weight"], before.embed["weight"].bfloat16())
     assert not torch.equal(ya.unshard(names["state"]).layers["up"], before.layers["up"])
+    return {}
 
 
 CHECKS = {heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading in SECTIONS}
@@ -205,7 +201,9 @@ def runs(mesh: Any, heading: str, folder: str) -> None:
     names["at first"] = ya.unshard(first[0])
     for code in SECTIONS[heading]:
         exec(code, names)
-    CHECKS[heading](names, Plain(first[1], [joined(own) for own in each[3:]], snapshots))
+    given = CHECKS[heading](names, Plain(first[1], [joined(own) for own in each[3:]], snapshots))
+    for name, expected in given.items():
+        compare(names[name], expected, CLOSE, name)
 
 
 @pytest.mark.sampled

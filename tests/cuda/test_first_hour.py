@@ -18,8 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import yafsdp_fn as ya
 from tests.cuda.days import BUILDERS, MESHES, PRECISIONS, REMATS
 from tests.harness.child_process import in_child_process
-from tests.harness.fake_cuda.api import Event, fake_cuda
-from tests.harness.fake_cuda.graphs import CUDAGraph, graph
+from tests.harness.fake_cuda.api import CUDAGraph, Event, fake_cuda, graph
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.harness.gpu import on_gpu

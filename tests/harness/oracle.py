@@ -73,7 +73,7 @@ def looped(
     sums = [torch.zeros_like(leaf) for leaf in leaves]
     value, weights = torch.zeros((), dtype=torch.float64), 0.0
     for rank, batch in enumerate(batches):
-        rows = batch["tokens"].shape[0] // parts
+        rows = len(next(iter(batch.values()))) // parts
         for part in range(parts):
             own = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
             with counting(VisitCounter(0, step, part, rank)):

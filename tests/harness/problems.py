@@ -40,7 +40,11 @@ class Layer(NamedTuple):
 
 class Head(NamedTuple):
     scale: Any  # [E]
-    out: Any  # [V, E], or None where the embedding serves
+    out: Any  # [V, E]
+
+
+class TiedHead(NamedTuple):
+    scale: Any  # [E]; the embedding serves besides
 
 
 class Params(NamedTuple):
@@ -99,7 +103,7 @@ def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
     return masked_loss(ya.linear(x * w.scale, w.out), targets)
 
 
-def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
+def tied_head(weights: tuple[TiedHead, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
     w, table = weights
     return masked_loss(ya.linear(x * w.scale, table), targets)
 
@@ -134,7 +138,7 @@ def base_loss(params: Params, x: Tensor) -> Any:
 
 
 def tied_params(layers: int) -> Params:
-    return Params(param(V, E), ya.Stacked(layer(layers)), Head(param(E), None))
+    return Params(param(V, E), ya.Stacked(layer(layers)), TiedHead(param(E)))
 
 
 def tied_loss(params: Params, batch: Batch) -> ya.Mean:

@@ -1,6 +1,6 @@
 """Models of layers of unlike kinds and sizes: one rule for all their layers is wrong.
 
-Every model is built of the same four blocks, on whole tensors, so that a small one of the same shape runs anywhere.
+Every model is built of the same three blocks, on whole tensors, and runs on a few CPU ranks.
 """
 
 from __future__ import annotations
@@ -14,27 +14,23 @@ from torch.nn import functional as F
 
 import yafsdp_fn as ya
 
-Kind = Literal["global", "local", "experts", "gated"]
+Kind = Literal["global", "local", "experts"]
 Tree = dict[str, Any]
 
 
 class Sizes(NamedTuple):
     """E features, F of a feed-forward, H heads, V words, S positions, X experts; window: of local attention."""
 
-    E: int = 2048
-    F: int = 8192
-    H: int = 16
-    V: int = 32_768
-    S: int = 4096
-    X: int = 8
-    window: int = 1024
+    E: int = 16
+    F: int = 24
+    H: int = 2
+    V: int = 40
+    S: int = 16
+    X: int = 4
+    window: int = 4
 
 
-TINY = Sizes(E=16, F=24, H=2, V=40, S=16, X=4, window=4)
-"""The sizes of models that run on a few CPU ranks."""
-
-
-# ---- Four kinds of layers. x: [B, S, E]
+# ---- Three kinds of layers. x: [B, S, E]
 
 
 def attention(x: Tensor, w: Tree, heads: int, window: int) -> Tensor:
@@ -50,35 +46,29 @@ def normed(x: Tensor) -> Tensor:
 
 
 def layer(kind: Kind, of: Sizes) -> Callable[[Tensor, Tree], tuple[Tensor, None]]:
-    """A block: attention over all positions or in windows, experts that share positions evenly, or a long gate."""
+    """A block: attention over all positions or in windows, and then a feed-forward, or experts that share positions
+    evenly."""
 
     def block(x: Tensor, w: Tree) -> tuple[Tensor, None]:
-        if kind in ("global", "local"):
-            x = x + attention(normed(x), w, of.H, of.S if kind == "global" else of.window)
+        x = x + attention(normed(x), w, of.H, of.S if kind == "global" else of.window)
+        if kind != "experts":
             return x + ya.linear(F.silu(ya.linear(normed(x), w["up"])), w["down"]), None
-        if kind == "experts":  # each has an equal part of the positions
-            x = x + attention(normed(x), w, of.H, of.window)
-            b, s, e = x.shape
-            parts = normed(x).view(b, of.X, s // of.X, e).transpose(0, 1).reshape(of.X, b * s // of.X, e)
-            hidden = F.silu(torch.bmm(parts, w["ups"].transpose(1, 2)))
-            made = torch.bmm(hidden, w["downs"].transpose(1, 2)).view(of.X, b, s // of.X, e)
-            return x + made.transpose(0, 1).reshape(b, s, e), None
-        gate = ya.linear(normed(x), w["gate"])
-        for _ in range(6):
-            gate = torch.sigmoid(gate) * torch.tanh(gate) + gate
-        return x + gate, None
+        # each expert has an equal part of the positions
+        b, s, e = x.shape
+        parts = normed(x).view(b, of.X, s // of.X, e).transpose(0, 1).reshape(of.X, b * s // of.X, e)
+        hidden = F.silu(torch.bmm(parts, w["ups"].transpose(1, 2)))
+        made = torch.bmm(hidden, w["downs"].transpose(1, 2)).view(of.X, b, s // of.X, e)
+        return x + made.transpose(0, 1).reshape(b, s, e), None
 
     return block
 
 
 def weights(kind: Kind, count: int, of: Sizes) -> Any:
     shapes: dict[str, tuple[int, ...]] = {"qkv": (3 * of.E, of.E), "out": (of.E, of.E)}
-    if kind in ("global", "local"):
-        shapes |= {"up": (of.F, of.E), "down": (of.E, of.F)}
-    elif kind == "experts":
+    if kind == "experts":
         shapes |= {"ups": (of.X, of.F, of.E), "downs": (of.X, of.E, of.F)}
     else:
-        shapes = {"gate": (of.E, of.E)}
+        shapes |= {"up": (of.F, of.E), "down": (of.E, of.F)}
     init = ya.params.initializers.normal(0.02)
     return ya.Stacked({name: ya.Param((count, *shape), init=init) for name, shape in shapes.items()})
 
@@ -87,7 +77,7 @@ class Model(NamedTuple):
     """A model of unlike layers. layers: kinds, with how many of each follow each other"""
 
     layers: tuple[tuple[Kind, int], ...]
-    sizes: Sizes
+    sizes: Sizes = Sizes()
 
     def params(self) -> Tree:
         of = self.sizes
@@ -111,10 +101,10 @@ def _head(w: Tree, x: Tensor, targets: Tensor) -> ya.Mean:
     return ya.Mean(ya.linear_cross_entropy(normed(x), w["out"], targets), targets.numel())
 
 
-EVEN = Model((("global", 32),), TINY)
+EVEN = Model((("global", 7),))
 MODELS = {
-    "local-global": Model((("local", 5), ("global", 1)) * 6, TINY),
-    "experts": Model((("local", 1), ("experts", 1)) * 12, TINY),
+    "local-global": Model((("local", 5), ("global", 1)) * 3),
+    "experts": Model((("local", 1), ("experts", 1)) * 3),
     "half-the-gradients": EVEN,
     "few-microbatches": EVEN,
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare
+from tests.harness.oracle import compare, looped
 from tests.harness.pool import Pools
 from tests.harness.small import one_rank
 from tests.modules.test_architectures import CASES, by_name, inputs_of, module_of, squares
@@ -129,18 +129,15 @@ def trains_a_hybrid(mesh: Any, name: str) -> None:
 
     masters = optree.tree_map(Tensor.double, ya.materialize(params))
     dtypes = optree.tree_map(lambda leaf: leaf.compute or BF16, ya.params.without_markers(params))
-    values, sums = [], [torch.zeros_like(leaf) for leaf in optree.tree_leaves(masters)]
-    for batch in rows:
-        leaves = [leaf.requires_grad_() for leaf in optree.tree_leaves(masters)]
-        total, weight = loss(optree.tree_map(Tensor.to, masters, dtypes), batch)
-        values.append(total.detach() / weight)
-        for at, grad in enumerate(torch.autograd.grad(total, leaves, allow_unused=True)):
-            sums[at] += 0 if grad is None else grad / weight / world
-    expected = optree.tree_unflatten(optree.tree_structure(masters), sums)
+
+    def cast(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
+        return loss(optree.tree_map(Tensor.to, params, dtypes), batch)
+
+    wanted, expected = looped(cast, masters, rows)
     gradients = ya.value_and_grad(loss, schedule=ya.schedules.zero3(remat="all"))
     for _ in range(2):
         value, grads = gradients(state.params, rows[mesh.get_rank()])
-        assert abs(float(value) - float(sum(values)) / world) < 1e-6 * abs(float(value))
+        compare(value.float(), wanted, 1e-6, "value")
         compare(grads, expected, 1e-10, name)
 
     reference = copy.deepcopy(module).bfloat16()
@@ -148,12 +145,10 @@ def trains_a_hybrid(mesh: Any, name: str) -> None:
     for path, param in reference.named_parameters():
         if path in kept:
             param.data = kept[path].detach().clone()
-    totals = []
     for batch in rows:
         found, weight = squares(reference(**batch, **others))
         found.backward()  # float32 leaves add up in float32, others in bfloat16
-        totals.append(found.detach() / weight)
-    assert totals == values
+        assert torch.equal(found, cast(masters, batch).total)
     got = by_name(module, grads, model)
     assert kept
     for path in kept:

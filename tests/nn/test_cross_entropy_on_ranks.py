@@ -12,7 +12,7 @@ import yafsdp_fn as ya
 from tests.harness import problems
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import on_ranks
-from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Params, Problem, block, embed
+from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Params, Problem, TiedHead, block, embed
 from tests.steps.test_allocations import measured
 from yafsdp_fn.nn import cross_entropy
 
@@ -26,8 +26,8 @@ def head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
     return ya.Mean(total, (targets != IGNORED).sum())
 
 
-def tied_head(weights: tuple[Head, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
-    return head(weights[0]._replace(out=weights[1]), x, targets)
+def tied_head(weights: tuple[TiedHead, Tensor], x: Tensor, targets: Tensor) -> ya.Mean:
+    return head(Head(weights[0].scale, weights[1]), x, targets)
 
 
 def twice_head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:

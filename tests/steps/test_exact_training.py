@@ -41,7 +41,7 @@ def by_hand(params: Params, batch: Batch) -> ya.Mean:
     for at in range(params.layers.up.shape[0]):
         up, bias, down, gate, _ = (leaf[at] for leaf in params.layers)
         x = x + gate * (torch.tanh(x @ up.T + bias) @ down.T)
-    table = params.embed if params.head.out is None else params.head.out
+    table = getattr(params.head, "out", params.embed)
     return masked_loss((x * params.head.scale) @ table.T, batch["targets"])
 
 

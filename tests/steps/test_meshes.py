@@ -13,11 +13,8 @@ from torch.func import grad
 
 import yafsdp_fn as ya
 from tests.checkpoint import test_resharding as resharding
-from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made, on
-from tests.harness.oracle import batch_of, global_batch
 from tests.harness.pool import Pools, on_ranks
-from tests.runtime.test_pure_on_ranks import Setting, first_order, per_example, second_order
 from tests.steps.test_whole_trees import initial, numbers, several_units
 
 ON = pytest.mark.parametrize("mesh", [name for name in MESHES if name != "shard"])
@@ -36,39 +33,6 @@ def test_initial_values_have_the_same_bits(_: Any, mesh: str) -> None:
 def test_numbers_over_trees_and_map_layers(_: Any, mesh: str) -> None:
     numbers(made(mesh), "frozen")
     several_units(made(mesh))
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "replicate-nodes"))
-def test_gradients_of_the_pure_path(_: Any, mesh: str) -> None:
-    for name in ("tied", "rich"):
-        first_order(made(mesh), name)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("mesh", by_day([*MESHES][1:], "copies"))
-def test_other_transforms_of_the_pure_path(_: Any, mesh: str) -> None:
-    per_example(made(mesh), "base")
-    second_order(made(mesh), "base")
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("mesh", MESHES)
-def test_regularisers(_: Any, mesh: str) -> None:
-    """Numbers over trees stand on every rank, as parts that count equally; gradients are complete on every replica."""
-    s = Setting(made(mesh), "base")
-    own, everything = batch_of(s.rank), global_batch(s.ranks)
-
-    def penalty(tree: Any) -> Tensor:
-        return ya.global_norm(tree) + ya.vdot(tree, tree)
-
-    got = grad(lambda params: s.total(params, own) + 0.1 * penalty(params))(s.sharded)
-    f = s.of_leaves(lambda f: f)
-    expected = grad(lambda leaves: f(leaves, everything) / s.ranks + 0.1 * penalty(leaves))(s.leaves)
-    s.check(got, expected, 1e-5, "a regulariser")
-    along = grad(lambda params: ya.vdot(grad(penalty)(params), s.sharded_tangents))(s.sharded)
-    plain = grad(lambda leaves: ya.vdot(grad(penalty)(leaves), s.tangents))(s.leaves)
-    s.check(along, plain, 1e-5, "second order")
 
 
 def slope(rank: int) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pools
-from tests.harness.unlike import MODELS, Model
+from tests.harness.unlike import MODELS
 from yafsdp_fn.planner import Synthesized, predict_memory, search, trace
 from yafsdp_fn.planner.cluster import LOCAL
 from yafsdp_fn.planner.space import Point, layers
@@ -33,16 +33,10 @@ RUN = {
 """Case -> ranks, microbatches, stages."""
 
 
-def small(name: str) -> Model:
-    model = MODELS[name]
-    kinds = [kind for kind, _ in model.layers]
-    return model._replace(layers=(((kinds[0], 7),) if len(kinds) == 1 else tuple(model.layers[:6])))
-
-
 def written(name: str) -> Synthesized:
     """On every rank the same: nothing but the seed and the number of moves decides."""
     ranks, microbatches, stages = RUN[name]
-    model = small(name)
+    model = MODELS[name]
     traced = trace(
         model.loss,
         model.params(),
@@ -65,7 +59,7 @@ def written(name: str) -> Synthesized:
 
 def step(_: Any, name: str) -> None:
     _, microbatches, stages = RUN[name]
-    model, schedule = small(name), written(name)
+    model, schedule = MODELS[name], written(name)
     assert schedule.step_s < schedule.builder_s
     mesh = ya.mesh(**schedule.mesh)
     state = ya.init(model.params(), TX, mesh=mesh, seed=0, precision=WIDE, stages=schedule.stages)

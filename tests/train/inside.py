@@ -11,22 +11,31 @@ import contextlib
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 
 import models
-from models import llama
+from models import gpt2, llama, mixtral
 from tests.harness.pool import Pools
 from train import clm, sample, sft
 from train.data.rows import Batch, Reader
-from train.running import loop, run, together
+from train.running import files, loop, run, together
 from train.settings import Config, Tuning
 from train.trained.loaded import load
 
-TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=2, head_dim=8, max_length=64)
+SHAPE = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
+HEADS = {**SHAPE, "kv_heads": 2, "head_dim": 8}
+TINY = llama.Config(**HEADS)
+MODELS = {
+    "tiny": TINY,
+    "tiny-gpt2": gpt2.Config(**SHAPE),
+    "tiny-mixtral": mixtral.Config(**HEADS, experts=4, router_loss=True, router_coef=0.1),
+    "tiny-mixtral-3": mixtral.Config(**HEADS, experts=3, router_loss=True, router_coef=0.1),
+}
 WINDOW = 8
 
 Hook = Callable[..., None]
@@ -102,12 +111,9 @@ def fine(ranks: list[Run]) -> list[Run]:
     return ranks
 
 
-@contextlib.contextmanager
-def tiny() -> Iterator[None]:
-    """While `tiny` is the name of a model."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(models.CONFIGS, "tiny", TINY)
-        yield
+def tiny() -> contextlib.AbstractContextManager[Any]:
+    """While `MODELS` are names of models."""
+    return mock.patch.dict(models.CONFIGS, MODELS)
 
 
 def speak(folder: Path, *more: str) -> None:
@@ -146,6 +152,7 @@ def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook
         tiny(),
     ):
         patch.setattr(Reader, "next", next_of)
+        patch.setattr(files, "PATIENCE", 0.2)  # a run that is over holds its folder no longer
         patch.setattr("gc.unfreeze", lambda: None)  # later collections of this process need not look at all libraries
         patch.setenv("WORLD_SIZE", str(mesh.size()))
         try:

@@ -41,23 +41,18 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves
         assert len(numbers(folder)["loss"]) == steps
 
 
-MIXTRAL = ("--model", "tiny-mixtral")
+MIXTRAL, OF_THREE = ("--model", "tiny-mixtral"), ("--model", "tiny-mixtral-3")
 
 
-def mixture(_: Any, argv: tuple[str, ...], sizes: dict[str, int], experts: int = 4) -> inside.Run:
-    """A run that may be of a Mixtral."""
-    shape = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 8}
-    with pytest.MonkeyPatch.context() as patch:
-        model = mixtral.Config(**shape, max_length=64, experts=experts, router_loss=True, router_coef=0.1)
-        patch.setitem(models.CONFIGS, "tiny-mixtral", model)
-        run = spread(_, argv, sizes)
-        if not run.error and "--mesh.expert" in argv:  # whole again, on ranks without these axes
-            folder = Path(argv[argv.index("--runs") + 1], "a")
-            inside.speak(folder, "--json", "--length", "3")
-            export.write(export.Config(folder / "exported", run=folder, device="cpu"))
-            found, params = models.hf.load(folder / "exported")
-            assert found.experts == experts and params.layers.tree[mixtral.DOWN].shape == (2, experts, 16, 24)
-        return run
+def spread_and_whole_again(_: Any, argv: tuple[str, ...], sizes: dict[str, int]) -> inside.Run:
+    """A run of a Mixtral over its experts, of which this rank then reads all."""
+    run, folder = spread(_, argv, sizes), Path(argv[argv.index("--runs") + 1], "a")
+    with inside.tiny():
+        inside.speak(folder, "--json", "--length", "3")
+        export.write(export.Config(folder / "exported", run=folder, device="cpu"))
+    found, params = models.hf.load(folder / "exported")
+    assert found.experts == 4 and params.layers.tree[mixtral.DOWN].shape == (2, 4, 16, 24)
+    return run
 
 
 @pytest.mark.nightly
@@ -67,8 +62,9 @@ def mixture(_: Any, argv: tuple[str, ...], sizes: dict[str, int], experts: int =
 )
 def test_experts_over_an_axis_train_as_without(pools: Pools, tmp_path: Path, more: tuple[str, ...]) -> None:
     alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
-    inside.fine(pools[2].run(mixture, flags(alone, *MIXTRAL, *more), {"shard": 2}))
-    inside.fine(pools[2].run(mixture, flags(folder, *MIXTRAL, *more, "--mesh.expert", "2"), {"expert": 2}))
+    inside.fine(pools[2].run(spread, flags(alone, *MIXTRAL, *more), {"shard": 2}))
+    argv = flags(folder, *MIXTRAL, *more, "--mesh.expert", "2")
+    inside.fine(pools[2].run(spread_and_whole_again, argv, {"expert": 2}))
     alike(folder, alone)
 
 
@@ -78,12 +74,12 @@ def test_what_cannot_be_is_refused_by_name(pools: Pools, tmp_path: Path) -> None
     assert "mesh.tensor is 2: 1 rank(s) do not divide into so many" in alone.error
     for sizes, more, text in (
         ({"expert": 2}, (), "mesh.expert is 2: Axes(expert=True): weights of this family are not split over expert"),
-        ({"expert": 2}, MIXTRAL, "mesh.expert is 2: Config.experts: 3 do not divide among 2 ranks of expert"),
+        ({"expert": 2}, OF_THREE, "mesh.expert is 2: Config.experts: 3 do not divide among 2 ranks of expert"),
         ({"tensor": 2}, ("--vocab", "257"), "mesh.tensor is 2: Config.vocab: 257 do not divide among 2 ranks of"),
         ({"shard": 2}, ("--capacity", "1.5"), "capacity is 1.5: tiny has no experts"),
     ):
         axes = [word for name, n in sizes.items() if name != "shard" for word in (f"--mesh.{name}", str(n))]
-        for run in pools[2].run(mixture, flags(folder, *axes, *more), sizes, 3):
+        for run in pools[2].run(spread, flags(folder, *axes, *more), sizes):
             assert text in run.error
     for run in pools[2].run(spread, flags(folder, "--mesh.context", "2", "--data.seq-len", "18"), {"context": 2}):
         assert "mesh.context is 2, data.seq_len 18: not a multiple of 4" in run.error

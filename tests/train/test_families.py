@@ -10,33 +10,21 @@ from typing import Any
 
 import pytest
 
-import models
-from models import gpt2, mixtral
-from tests.harness.marks import by_day
+from tests.harness.marks import nightly
 from tests.harness.pool import Pools
-from tests.train.inside import Run, flags, inside, lines, speak, text
-
-SHAPE = {"vocab": 256, "embed": 16, "ffn": 24, "layers": 2, "heads": 2, "max_length": 64}
-TINY = {
-    "tiny-gpt2": gpt2.Config(**SHAPE),
-    "tiny-mixtral": mixtral.Config(**SHAPE, kv_heads=1, head_dim=8, experts=3, router_loss=True, router_coef=0.1),
-}
+from tests.train.inside import Run, flags, inside, lines, speak, text, tiny
 
 
 def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[str]]:
     """The run of this rank, and what `sample --json` then says of it."""
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        for name, config in TINY.items():
-            patch.setitem(models.CONFIGS, name, config)
-        run = inside(mesh, flags(folder, "--model", model, *more))
-        if not run.error:
-            with contextlib.redirect_stdout(out):
-                speak(folder / "runs" / "a", "--json", "--length", "4")
+    run, out = inside(mesh, flags(folder, "--model", model, *more)), io.StringIO()
+    if not run.error:
+        with contextlib.redirect_stdout(out), tiny():
+            speak(folder / "runs" / "a", "--json", "--length", "4")
     return run, out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize("model", by_day(TINY, "tiny-mixtral"))
+@pytest.mark.parametrize("model", ["tiny-mixtral-3", nightly("tiny-gpt2")])
 def test_a_family_is_trained_and_sampled(pools: Pools, tmp_path: Path, model: str) -> None:
     (tmp_path / "heldout.txt").write_text(text(tmp_path, 200).read_text())
     more = ("--data.heldout-files", str(tmp_path / "heldout.txt"), "--eval-every", "6", "--eval-batches", "2")
@@ -47,7 +35,7 @@ def test_a_family_is_trained_and_sampled(pools: Pools, tmp_path: Path, model: st
     assert [line["step"] for line in heldout] == [0, 6, 12]
     assert heldout[-1]["eval_loss"] < heldout[0]["eval_loss"]
     for line in heldout:
-        if model == "tiny-mixtral":
+        if model == "tiny-mixtral-3":
             assert 1.0 <= line["eval_expert_load"] <= 1.5, "three experts, of which two are chosen"
             assert line["eval_router_loss"] == pytest.approx(2.0, abs=0.3)
         else:

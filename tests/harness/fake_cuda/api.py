@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.harness.fake_cuda.factories import patch_torch
-from tests.harness.fake_cuda.graphs import CUDAGraph, graph
 from tests.harness.fake_cuda.kernels import patch_kernels
 from tests.harness.fake_cuda.log import HOST
 from tests.harness.fake_cuda.tensors import CUDA, DEVICE, THREAD, CudaTensor, Device, fresh_device
@@ -95,6 +94,35 @@ def stream(of: Stream | None) -> Iterator[None]:
         DEVICE.stream = before
 
 
+class CUDAGraph:
+    """A user's. What is launched while it is captured runs at once; some calls of others end the capture.
+
+    mode: in which it is captured; ended: what another thread has asked of the device meanwhile
+    """
+
+    mode = ended = ""
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.mode = capture_error_mode
+        DEVICE.capture = self
+
+    def capture_end(self) -> None:
+        DEVICE.capture = None
+        if self.ended:
+            raise RuntimeError(f"operation failed due to a previous error during capture: {self.ended}")
+
+
+@contextlib.contextmanager
+def graph(into: CUDAGraph, pool: Any = None, stream: Any = None, capture_error_mode: str = "global") -> Iterator[None]:
+    """As torch has it: the device is waited for, and cached memory given back, before the capture."""
+    DEVICE.waits("torch.cuda.graph")
+    into.capture_begin(pool, capture_error_mode)
+    try:
+        yield
+    finally:
+        into.capture_end()
+
+
 class Generator(torch.Generator):
     """torch's, of the CPU, which says that it is on the device."""
 
@@ -151,7 +179,7 @@ def fake_cuda() -> Iterator[Device]:
         "current_device": lambda: CUDA.index,
         "set_device": set_device,
         "default_generators": (Generator(CUDA),),
-        "is_current_stream_capturing": lambda: DEVICE.tape is not None,
+        "is_current_stream_capturing": lambda: DEVICE.capture is not None,
         "graph_pool_handle": object,
         "_sleep": lambda cycles: None,
         "CUDAGraph": CUDAGraph,

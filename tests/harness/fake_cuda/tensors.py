@@ -36,12 +36,8 @@ class HostSync(RuntimeError):
     """The host would wait for the device."""
 
 
-PAGE = 512
-"""The allocator's blocks are of so many bytes, and it gives them away again at the same address."""
-
-
 class Device:
-    """The one device. stream: the current one; tape: of the graph that is being captured
+    """The one device. stream: the current one; capture: the graph that is being captured
 
     syncs: what made the host wait, where it may; may_sync: whether it may
     strangers: what threads did that had not said that this is their device
@@ -50,14 +46,11 @@ class Device:
 
     def __init__(self) -> None:
         self.log, self.stream, self.may_sync = Log(), COMPUTE, True
-        self.tape: Any = None
+        self.capture: Any = None
         self.syncs: list[str] = []
         self.pinned: set[int] = set()
         self._lock = threading.RLock()  # of memory: threads of streams and watchdogs look, too
         self._alive: dict[int, StorageWeakRef] = {}
-        self._bases: dict[int, tuple[int, int, int]] = {}  # storage -> its address, block and stream
-        self._blocks: dict[tuple[int, int], list[int]] = {}  # (stream, block) -> addresses that are free
-        self._end = PAGE
         self._kernels: set[str] = set()  # loaded
         self.strangers: list[str] = []
         self.launched: list[str] = []
@@ -71,8 +64,8 @@ class Device:
         """A thread asks how far the device is: not without a word before, and not while another one captures."""
         what = self.touches(what)
         own = self.launches_here() or getattr(THREAD, "relaxed", False)
-        if self.tape is not None and self.tape.mode == "global" and not own:
-            self.tape.ended = what
+        if self.capture is not None and self.capture.mode == "global" and not own:
+            self.capture.ended = what
 
     def touches(self, what: str) -> str:
         """A thread does something with its current device, which is number 0 until it says otherwise."""
@@ -83,7 +76,7 @@ class Device:
 
     def waits(self, cause: str) -> None:
         """The host waits for all that it has launched, for this once."""
-        if self.tape is not None:
+        if self.capture is not None:
             raise RuntimeError(f"operation not permitted when stream is capturing: {cause}")
         self.log.sync(cause)
 
@@ -108,20 +101,12 @@ class Device:
     # ---- memory
 
     def made(self, host: Tensor, stream: int | None = None) -> None:
-        """`host` is new memory, of the current stream; in a capture, of the graph, and nobody had it before."""
+        """`host` is new memory, of the current stream if no other is given."""
         with self._lock:
             key = address(host)
             if key not in self._alive:
                 self._alive[key] = StorageWeakRef(host.untyped_storage())
-                owner = self.stream if stream is None else stream
-                block = -(-host.untyped_storage().nbytes() // PAGE)
-                free = self._blocks.setdefault((owner, block), [])
-                if not free:
-                    free.append(self._end)
-                    self._end += PAGE * max(1, block)
-                self._bases[key] = free.pop(), block, owner
-                if self.tape is None:
-                    self.log.add("make", self.stream if stream is None else stream, key)
+                self.log.add("make", self.stream if stream is None else stream, key)
 
     def look(self) -> None:
         """Tells the log of what has been freed; before anything else is said to it."""
@@ -129,13 +114,7 @@ class Device:
             gone = [key for key, storage in self._alive.items() if storage.expired()]
             for key in gone:
                 del self._alive[key]
-                base, block, stream = self._bases.pop(key)
-                self._blocks[stream, block].append(base)
                 self.log.add("free", HOST, key)
-
-    def base(self, host: Tensor) -> int:
-        """The address of a tensor's storage."""
-        return self._bases[address(host)][0]
 
     def uses(self, host: Tensor, writes: bool, op: str, stream: int | None = None) -> None:
         for start, stop in spans(host):
@@ -196,7 +175,7 @@ class CudaTensor(Tensor):
         return self.host.untyped_storage()
 
     def data_ptr(self) -> int:
-        return DEVICE.base(self.host) + int(self.host.storage_offset()) * self.host.itemsize
+        return self.host.data_ptr()
 
     def record_stream(self, stream: Any) -> None:
         DEVICE.look()
@@ -247,8 +226,6 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     storages = {address(x.host) for x in known.values()}
     _check(name, args, kwargs)
     unwrapped = optree.tree_map(lambda x: x.host if isinstance(x, CudaTensor) else x, (args, kwargs))
-    if DEVICE.tape is not None:
-        DEVICE.tape.note(func, *unwrapped)
     out = func(*unwrapped[0], **unwrapped[1])
     outs = [x for x in optree.tree_leaves(out) if isinstance(x, Tensor)]
     fresh = [x for x in outs if address(x) not in storages]
@@ -256,15 +233,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     view = bool(outs) and not fresh and not any(writes for _, writes in given)
     traced = any(isinstance(x, FakeTensor) for x in (*outs, *(x for x, _ in given), *(x.host for x in known.values())))
     runs = not view and name not in EMPTY and name != "set_" and not traced
+    for x in fresh:
+        DEVICE.made(x)
     if runs:
         DEVICE.loads(name)
-    if DEVICE.tape is not None:
-        DEVICE.tape.made(outs)
-    else:
-        for x in fresh:
-            DEVICE.made(x)
-        if runs:
-            _say(name, given, fresh)
+        _say(name, given, fresh)
 
     def wrap(x: Any) -> Any:
         if not isinstance(x, Tensor) or x.device.type != "cpu":

@@ -25,7 +25,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pools
-from tests.harness.unlike import TINY, Model
+from tests.harness.unlike import Model
 from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
 from yafsdp_fn import schedules as s
@@ -93,7 +93,7 @@ def written(split: Split, microbatches: int, memory: float) -> s.Schedule:
 
 def searched(stages: int) -> s.Program:
     """What `ya.planner.search` writes for as many microbatches as stages."""
-    few = Model((("global", 4 * stages - 2),), TINY)
+    few = Model((("global", 4 * stages - 2),))
     trace = ya.planner.trace(few.loss, few.params(), few.batch(stages), tx=ya.optim.sgd(0.1), microbatches=stages)
     found = ya.planner.search(trace, WEAK, memory=2**30, stages=(stages,), ranks=stages, synthesize=600, moves=10)
     assert (

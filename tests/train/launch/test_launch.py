@@ -72,7 +72,7 @@ def test_the_first_failure_is_the_status(codes: tuple[str, ...], status: int) ->
 
 def test_ranks_may_end_by_themselves_and_are_killed_after_the_grace() -> None:
     slow = "import time; time.sleep({})"
-    left = processes("import sys; sys.exit(1)", slow.format(0.5))
+    left = processes("import sys; sys.exit(1)", slow.format(0.1))
     assert launch.wait(left, grace=FOREVER) == 1
     assert left[1].returncode == 0
     left = processes("import sys; sys.exit(1)", slow.format(FOREVER))
@@ -89,7 +89,7 @@ def test_a_failure_is_seen_while_an_earlier_rank_lives(place: int) -> None:
     codes = ["import time; time.sleep(1000)", "import sys; sys.exit(3)"]
     left = processes(*codes[:: 1 - 2 * place])
     began = time.monotonic()
-    assert launch.wait(left, grace=0.5) == 3
+    assert launch.wait(left, grace=0.1) == 3
     assert left[place].returncode == -signal.SIGKILL
     assert time.monotonic() - began < 60
 
@@ -105,7 +105,7 @@ def test_ranks_that_are_stopped_are_not_waited_for(codes: tuple[str, ...]) -> No
 @ON_LINUX
 def test_a_rank_that_is_stopped_where_others_ended_well_has_the_grace_to_be_continued() -> None:
     left = processes(FREEZES, "")
-    assert launch.wait(left, grace=0.5) == 128 + signal.SIGKILL
+    assert launch.wait(left, grace=0.1) == 128 + signal.SIGKILL
     left = processes(FREEZES, "")
 
     def go_on() -> None:
