@@ -21,7 +21,7 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import columns
 from yafsdp_fn.timeline import paint, perfetto
 from yafsdp_fn.timeline.spans import side_by_side
-from yafsdp_fn.timeline.text import shown, unit_of
+from yafsdp_fn.timeline.text import unit_of
 from yafsdp_fn.timeline.timeline import Timeline
 
 
@@ -149,7 +149,7 @@ class Comparison(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """Lines below the table: what does not fit, and where two timelines of one program differ."""
+        """Lines below the table: what does not fit, and how two timelines of one program differ."""
         found: list[str] = []
         if self.tokens:
             found.append(f"{self.tokens:,} {self.unit} a step")
@@ -167,21 +167,12 @@ class Comparison(NamedTuple):
         return found
 
     def _against(self, first: str, second: str) -> Iterator[str]:
-        """Says how two timelines of one program differ, op by op; nothing of two programs."""
+        """Says how two timelines of one program differ; nothing of two programs."""
         one = self.timelines[first]
         two = self.timelines[second]
-        late: dict[int, float] = {}  # op -> seconds that it ends later in the first
-        for span in one.spans:
-            other = two.by_number.get(span.number)
-            if other is not None and other.op == span.op:
-                late[span.number] = span.end - other.end
-        computes = {span.number for span in one.spans + two.spans if isinstance(span.op, ComputeOp)}
-        if not late or computes - late.keys():
-            return
-        parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
-        most = max(late, key=lambda number: abs(late[number]))
-        by = shown(abs(late[most]))
-        yield f"{first} over {second}: {parts}; ends differ most at op {most}, by {by}"
+        if _computes(one) == _computes(two):
+            parts = ", ".join(f"{what} {a / b - 1:+.1%}" for what, a, b in side_by_side(one, two) if b)
+            yield f"{first} over {second}: {parts}"
 
     def __str__(self) -> str:
         """Returns the table, its units in a line of their own, the notes, and the words."""
@@ -266,6 +257,11 @@ def _batch(plans: Mapping[str, Plan], tokens: int) -> tuple[int, str]:
 def in_one_unit(nbytes: float) -> tuple[float, str]:
     """Returns the unit for a column whose largest value is `nbytes`, as `(its bytes, its name)`."""
     return (2**30, "GiB") if nbytes >= 2**27 else (2**20, "MiB")
+
+
+def _computes(timeline: Timeline) -> dict[int | None, ComputeOp]:
+    """Returns the computes of a timeline by their numbers: they tell programs apart."""
+    return {span.number: span.op for span in timeline.spans if isinstance(span.op, ComputeOp)}
 
 
 def _planned(name: str, program: Program, cluster: str | Cluster | None, memory: int | None) -> Plan:

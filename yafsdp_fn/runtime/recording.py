@@ -61,8 +61,8 @@ class CallRecording(VisitRunner):
         return found if self.collectives is None else self.collectives.listed(found)
 
     def visit(self, call: BlockCall) -> Tree:
-        """Runs a visit, outside of `LossWatch`: in that mode its block would be compiled once more. A block that may use
-        weights of an earlier visit, which something keeps, is watched."""
+        """Runs a visit, outside of `LossWatch`: in that mode its block would be compiled once more. A block that may
+        use weights of an earlier visit, which something keeps, is watched."""
         unwatched = isinstance(function_mode(), LossWatch) and not self.lent
         with without_function_mode() if unwatched else nullcontext():
             return super().visit(call)
