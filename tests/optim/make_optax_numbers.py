@@ -97,6 +97,10 @@ def ramp(o: Any) -> Any:
     return o.warmup_cosine_decay_schedule(0.001, 0.02, 4, 16, 0.002)
 
 
+def warm_up(o: Any) -> Any:
+    return o.warmup_constant_schedule(0.0, 0.1, 3)
+
+
 def evaluated(o: Any, state: Any, params: Any) -> Any:
     return o.schedule_free_eval_params(state, params)
 
@@ -132,7 +136,9 @@ CASES: dict[str, Case] = {
     "schedule_free_adamw evaluated": Case(
         lambda o: o.schedule_free_adamw(0.02, 5, b1=0.95, b2=0.99, weight_decay=0.1), read=evaluated
     ),
-    "schedule_free_sgd": Case(lambda o: o.schedule_free_sgd(0.1, 3, weight_decay=0.1), read=evaluated),
+    "schedule_free of sgd": Case(
+        lambda o: o.schedule_free(o.chain(o.add_decayed_weights(0.1), o.sgd(warm_up(o))), warm_up(o)), read=evaluated
+    ),
     "schedule_free": Case(
         lambda o: o.schedule_free(o.sgd(ramp(o), momentum=0.5), ramp(o), b1=0.8, weight_lr_power=1.0)
     ),

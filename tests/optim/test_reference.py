@@ -63,6 +63,9 @@ def in_float32(first: float, peak: float, steps: int) -> optim.Rate:
     return lambda count: (first - peak) * (1 - count.clamp(0, steps) / steps) + peak
 
 
+ALL.warmup_constant_schedule = in_float32
+
+
 @pytest.mark.sampled
 @pytest.mark.parametrize("in_place", [False, True], ids=["update", "step_"])
 @pytest.mark.parametrize("name", OURS)

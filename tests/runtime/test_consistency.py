@@ -47,7 +47,7 @@ OTHERS: list[tuple[Any, Any]] = [
     (foreign(), foreign(scale=2.0)),
     (ours(), ours(2.0)),
     (o.contrib.schedule_free(o.lion(1e-3), 4), o.contrib.schedule_free(o.lion(1e-3), 5)),
-    (o.contrib.schedule_free_sgd(0.1), o.contrib.schedule_free_sgd(0.1, b1=0.8)),
+    (o.contrib.schedule_free(o.sgd(0.1), 0.1), o.contrib.schedule_free(o.sgd(0.1), 0.1, b1=0.8)),
 ]
 
 

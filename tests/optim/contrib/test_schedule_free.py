@@ -34,7 +34,8 @@ def test_at_a_constant_rate_it_is_the_mean_of_the_base_optimizer() -> None:
 
 
 def test_steps_of_a_rate_of_zero_do_not_count() -> None:
-    tx = optim.contrib.schedule_free_sgd(0.1, warmup_steps=2)
+    rate = optim.warmup_constant_schedule(0.0, 0.1, 2)
+    tx = optim.contrib.schedule_free(optim.sgd(rate), rate)
     params = tree(0)
     state = tx.init(params)
     # the warm-up's rate is read one step ahead, as in Optax
@@ -73,7 +74,7 @@ def test_the_average_of_a_sharded_state_is_evaluated(mesh: Any) -> None:
 
 
 def test_errors() -> None:
-    tx = optim.contrib.schedule_free_sgd()
+    tx = optim.contrib.schedule_free(optim.sgd(1.0), 1.0)
     with pytest.raises(ValueError, match=r"expected b1 in \(0, 1\], got 0"):
         optim.contrib.schedule_free(optim.sgd(0.1), 0.1, b1=0.0)
     for needs in (tx, optim.add_decayed_weights(0.1)):

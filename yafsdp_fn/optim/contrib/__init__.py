@@ -8,7 +8,6 @@ from yafsdp_fn.optim.contrib.schedule_free import (
     schedule_free,
     schedule_free_adamw,
     schedule_free_eval_params,
-    schedule_free_sgd,
 )
 from yafsdp_fn.optim.contrib.soap import scale_by_soap, soap
 
@@ -18,6 +17,5 @@ __all__ = [
     "schedule_free",
     "schedule_free_adamw",
     "schedule_free_eval_params",
-    "schedule_free_sgd",
     "soap",
 ]

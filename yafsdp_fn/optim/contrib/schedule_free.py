@@ -28,7 +28,6 @@ from yafsdp_fn.optim import (
     new_count,
     scale_by_learning_rate,
     scale_by_rms,
-    sgd,
     warmup_constant_schedule,
 )
 from yafsdp_fn.params import map_trainable
@@ -114,7 +113,7 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Any) -> Any:
 
     state: that of `schedule_free` itself: in a chain, it is one of `opt_state`'s parts. Raises TypeError for another.
 
-    >>> tx = ya.optim.contrib.schedule_free_sgd(0.1)
+    >>> tx = ya.optim.contrib.schedule_free(ya.optim.sgd(0.1), 0.1)
     >>> updates, opt_state = tx.update(g, tx.init(w), w)
     >>> ya.optim.contrib.schedule_free_eval_params(opt_state, ya.optim.apply_updates(w, updates))
     tensor([ 0.7000, -1.6000])
@@ -125,26 +124,6 @@ def schedule_free_eval_params(state: ScheduleFreeState, params: Any) -> Any:
             "part of its state that is schedule_free's, of a sharded state `state.opt_state`"
         )
     return map_trainable(lambda y, z: _average(y, z, state.b1).to(y.dtype), params, state.z)
-
-
-def schedule_free_sgd(
-    learning_rate: float = 1.0,
-    warmup_steps: int | None = None,
-    b1: float = 0.9,
-    weight_decay: float | None = None,
-    weight_lr_power: float = 2.0,
-    state_dtype: torch.dtype | None = None,
-) -> GradientTransformation:
-    """Schedule-free SGD, with a linear warm-up of `warmup_steps` if given.
-
-    learning_rate, weight_decay: of `sgd` and `add_decayed_weights`; the others are those of `schedule_free`
-
-    >>> update(ya.optim.contrib.schedule_free_sgd(0.1))
-    tensor([-0.3000,  0.4000])
-    """
-    rate = _warm(learning_rate, warmup_steps)
-    base = sgd(rate) if weight_decay is None else chain(add_decayed_weights(weight_decay), sgd(rate))
-    return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
 
 
 def schedule_free_adamw(
