@@ -95,25 +95,17 @@ def test_steps_name_what_there_is(gpu_check: Any) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("names", [["micro"], ["traced", "micro"]], ids=", ".join)
-def test_the_steps_themselves_run_on_tiny_models(
-    gpu_check: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str], names: list[str]
-) -> None:
-    status, _, outcomes = check(gpu_check, tmp_path, "--only", *names)
-    assert (status, outcomes) == (0, dict.fromkeys(names, "passed"))
-    said = capfd.readouterr().out.partition("=== summary")[2]
-    assert ("traced: 8192 rows: traced" in said) == ("traced" in names) and "micro: embedding, skewed: zero_" in said
-    heading, *_ = json.loads((tmp_path / "results.json").read_text())
-    assert len(heading["code"]) == 12 and heading["revision"] and heading["date"] and heading["device"] == "cpu"
-    assert "==== micro: passed" in (tmp_path / "log.txt").read_text()
-
-
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_every_step_runs_on_a_cpu(gpu_check: Any, tmp_path: Path) -> None:
-    for which in ((), ("--second",)):
-        status, _, outcomes = check(gpu_check, tmp_path / "-".join(("out", *which)), *which, "--limit-s", "800")
+def test_every_step_runs_on_a_cpu(gpu_check: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On tiny models."""
+    for which in ("--limit-s", "800"), ("--limit-s", "800", "--second"):
+        status, _, outcomes = check(gpu_check, tmp_path / which[-1], *which)
         assert status == 0, outcomes
+        heading, *_ = json.loads((tmp_path / which[-1] / "results.json").read_text())
+        assert len(heading["code"]) == 12 and heading["revision"] and heading["date"] and heading["device"] == "cpu"
+    said = capfd.readouterr().out.partition("=== summary")[2]
+    assert "traced: 8192 rows: traced" in said and "micro: embedding, skewed: zero_" in said
+    assert "==== micro: passed" in (tmp_path / "800" / "log.txt").read_text()
 
 
 def test_edited_code_is_other_code(gpu_check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,14 +1,12 @@
 """Names out of other people's programs that a browser may take for markup, and what it must not have made of them.
 
-program = renamed(good, Random("playground 3"))        # can be made again from its number
-...                                                    # a page of it is made, and opened in `browser`
-assert injected(browser) == []
+for word in MARKUP:
+    program = renamed(good, word)
+    ...                                 # a page of it is made, and opened in `browser`
+    assert injected(browser) == []
 """
 
 from __future__ import annotations
-
-from random import Random
-from typing import Any
 
 from tests.harness.browser import Browser
 from yafsdp_fn.program.program import Program
@@ -52,7 +50,7 @@ MARKUP = (
     "",
     "x" * 5000,
 )
-"""What is put in, before, behind or in place of a name. `ACT` must never run."""
+"""What is put around a name, or in its place. `ACT` must never run."""
 
 LOOK = """(() => {
   const all = [...document.querySelectorAll('*')];
@@ -65,23 +63,14 @@ LOOK = """(() => {
 })()"""
 
 
-SEEN = tuple(each for each in MARKUP if each.isprintable())
+def renamed(program: Program, word: str) -> Program:
+    """`program` with other names of its units, stacks and visits: one is `word`, the others have it on both sides."""
+    new: dict[str | None, str] = {}
 
-
-def name(rng: Random, old: str = "", markup: tuple[str, ...] = MARKUP) -> str:
-    """A hostile name, with or without the words of an old one."""
-    one = rng.choice(markup)
-    return rng.choice((one, old + one, one + old, one + rng.choice(markup)))
-
-
-def renamed(program: Program, rng: Random) -> Program:
-    """`program` with other names of its units, stacks and visits; what had one name still has one. One program of five
-    may have characters that are not seen."""
-    new: dict[str, str] = {}
-    markup = MARKUP if rng.random() < 0.2 else SEEN
-
-    def of(old: Any) -> Any:
-        return old if old is None else new.setdefault(old, name(rng, old, markup))
+    def of(old: str | None) -> str | None:
+        if old is not None and old not in new:
+            new[old] = f"{word}{old}{word}" if new else word
+        return new.get(old)
 
     trace = program.trace
     units = tuple(unit._replace(name=of(unit.name), stack=of(unit.stack)) for unit in trace.units)
