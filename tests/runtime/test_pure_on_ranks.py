@@ -105,6 +105,23 @@ def test_grad_with_dropout(mesh: Any) -> None:
     s.check(got, s.share(expected), 1e-6, "dropout: grad")
 
 
+def rows(batch: Batch) -> Batch:
+    return {key: value.unsqueeze(1) for key, value in batch.items()}
+
+
+@on_ranks(1, 2)
+def test_vmap_with_dropout(mesh: Any) -> None:
+    """Each row draws numbers of its own, or none may be drawn."""
+    s, found = Setting(mesh, "dropout"), []
+    own = rows(batch_of(s.rank))
+    for params in (s.sharded, s.plain):
+        torch.manual_seed(0)
+        found.append(vmap(s.total, in_dims=(None, 0), randomness="different")(params, own))
+    compare(*found, 1e-6, "dropout: vmap")
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(s.total, in_dims=(None, 0))(s.sharded, own)
+
+
 def forward_mode(mesh: Any, name: str) -> None:
     s = Setting(mesh, name)
     own = batch_of(s.rank)
@@ -117,16 +134,18 @@ def forward_mode(mesh: Any, name: str) -> None:
 def per_example(mesh: Any, name: str) -> None:
     """Gradients of each row of the batch; those of equal place in the batch are averaged over ranks."""
     s = Setting(mesh, name)
-
-    def rows(batch: Batch) -> Batch:
-        return {key: value.unsqueeze(1) for key, value in batch.items()}
-
     got = vmap(grad(s.total), in_dims=(None, 0))(s.sharded, rows(batch_of(s.rank)))
     plain_rows = s.of_leaves(lambda f: vmap(grad(f), in_dims=(None, 0)))
     of_ranks = [plain_rows(s.leaves, rows(batch_of(rank))) for rank in range(s.ranks)]
     for row in range(3):
         expected = [sum(leaf[row] for leaf in leaves) for leaves in zip(*of_ranks, strict=True)]
         s.check(optree.tree_map(lambda g, at=row: g[at], got), s.share(expected), 1e-5, f"{name}: row {row}")
+
+
+def curvature(f: Callable[[Any], Tensor], at: Any, along: Any) -> Tensor:
+    """The second derivative of `f` along a direction."""
+    slope: Tensor = jvp(lambda here: jvp(f, (here,), (along,))[1], (at,), (along,))[1]
+    return slope
 
 
 def second_order(mesh: Any, name: str) -> None:
@@ -141,6 +160,10 @@ def second_order(mesh: Any, name: str) -> None:
         return ya.vdot(grad(s.total)(params, own), s.sharded_tangents)
 
     s.check(grad(along)(s.sharded), expected, 1e-5, f"{name}: grad of grad")
+
+    expected = curvature(lambda leaves: f(leaves, own), s.leaves, s.tangents)
+    got = curvature(lambda params: s.total(params, own), s.sharded, s.sharded_tangents)
+    compare(got, expected, 1e-5, f"{name}: jvp of jvp")
 
 
 @on_ranks(1, 2)
