@@ -365,7 +365,7 @@ UNCLEAR = {
     "TypeError: mesh: its axes have no names; make it by ya.mesh()": (
         lambda mesh: making()(init_device_mesh("cpu", (mesh.size(),)))
     ),
-    "TypeError: checkpoint.save takes a folder and a ShardedState, got dict for the state": (
+    "TypeError: checkpoint.save takes a folder and a ShardedState, got dict: the state itself, as ya.init": (
         lambda mesh: ya.checkpoint.save("folder", new(mesh).params)
     ),
     "TypeError: Param(64, ...): expected a shape, such as Param((64, 8))": lambda mesh: ya.Param(64, 32),
