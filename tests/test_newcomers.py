@@ -459,6 +459,9 @@ UNCLEAR = {
     "TypeError: the loss: the weight of a Mean should be a number or a tensor, got NoneType": (
         lambda mesh: ya.grad(lambda w, _: ya.Mean(w.sum(), None))(torch.ones(3), BATCH)  # type: ignore[arg-type]
     ),
+    "TypeError: w is on the meta device and has no values, or is sparse; give whole tensors, those that are": (
+        lambda mesh: ya.shard({"w": torch.eye(4).to_sparse()}, TX, mesh=mesh)
+    ),
     "TypeError: checksum takes a ShardedState, got dict: the state itself": (
         lambda mesh: ya.checksum(new(mesh).params)
     ),

@@ -120,8 +120,6 @@ def _marked(node: Tree, path: str, kind: "_Kind", top: bool) -> Iterator[tuple["
             raise TypeError(no_leaf(path, node))
         if not node.dtype.is_floating_point:
             raise TypeError(f"{path}: parameters are floating point, got {node.dtype}; pass integers in the batch")
-        if isinstance(node, Tensor) and node.layout != torch.strided:
-            raise TypeError(f"{path}: parameters are dense, got {node.layout}; give x.to_dense()")
         yield kind if isinstance(node, Tensor) else kind.of(node), path, node  # a tensor has a method `split`
     else:
         accessors = optree.tree_accessors(node, is_leaf=is_marker)

@@ -193,8 +193,8 @@ register_node(
 def must_be_sharded(state: Any, what: str) -> ShardedState:
     """Returns `state`. Raises TypeError if it is none, but a part of one, say."""
     if not isinstance(state, ShardedState):
-        kind = type(state).__name__
-        raise TypeError(f"{what}, got {kind}: the state itself, as ya.init, ya.shard or the step before returned it")
+        got = type(state).__name__
+        raise TypeError(f"{what}, got {got}: the state itself, as ya.init, ya.shard or the step before returned it")
     return state
 
 
