@@ -232,8 +232,7 @@ def _bits(leaf: Any, length: int | None) -> str:
     elif isinstance(leaf, Lazy) and leaf.in_memory:
         values = [leaf.load(layer) for layer in ([None] if length is None else range(length))]
     # others are refused when they are read
-    there = [value for value in values if value.layout == torch.strided and not value.is_meta]
-    sums = [int(sum_of_bits(value)) for value in there]
+    sums = [int(sum_of_bits(value)) for value in values if not value.is_meta and value.layout == torch.strided]
     return f", sum of bits {sum(sums)}" if sums else ""
 
 
