@@ -365,7 +365,7 @@ UNCLEAR = {
     "TypeError: mesh: its axes have no names; make it by ya.mesh()": (
         lambda mesh: making()(init_device_mesh("cpu", (mesh.size(),)))
     ),
-    "TypeError: checkpoint.save: expected a folder and a state, got a dict for the state": (
+    "TypeError: checkpoint.save takes a folder and a ShardedState, got dict: the state itself, as ya.init": (
         lambda mesh: ya.checkpoint.save("folder", new(mesh).params)
     ),
     "TypeError: Param(64, ...): expected a shape, such as Param((64, 8))": lambda mesh: ya.Param(64, 32),
@@ -434,7 +434,7 @@ UNCLEAR = {
     "TypeError: a differentiated argument has a leaf torch.float32 (2, 4, 4); expected floating-point tensors: of a": (
         lambda mesh: ya.grad(loss_fn)(PARAMS, BATCH)
     ),
-    "TypeError: train_step takes a ShardedState or a PlainState, got dict: step(state, batch), with the state itself": (
+    "TypeError: train_step takes a ShardedState or a PlainState, got dict: the state itself, as ya.init, ya.shard or": (
         lambda mesh: taken(new(mesh).params, TX)
     ),
     "TypeError: expected a GradientTransformation or a pair of functions (init, update), got <function adamw": (
@@ -455,6 +455,21 @@ UNCLEAR = {
     ),
     "TypeError: lora: where=['w']: expected a function of a leaf's path and Param, such as lambda path, param:": (
         lambda mesh: ya.lora(PARAMS, 2, ["w"])  # type: ignore[arg-type]
+    ),
+    "TypeError: the loss: the weight of a Mean should be a number or a tensor, got NoneType": (
+        lambda mesh: ya.grad(lambda w, _: ya.Mean(w.sum(), None))(torch.ones(3), BATCH)  # type: ignore[arg-type]
+    ),
+    "TypeError: w is on the meta device and has no values, or is sparse; give whole tensors, those that are": (
+        lambda mesh: ya.shard({"w": torch.eye(4).to_sparse()}, TX, mesh=mesh)
+    ),
+    "TypeError: checksum takes a ShardedState, got dict: the state itself": (
+        lambda mesh: ya.checksum(new(mesh).params)
+    ),
+    "TypeError: a step's program is found for a ShardedState, got PlainState: the state itself": (
+        lambda mesh: ya.train_step(loss_fn, TX).lower(ya.PlainState.create(PARAMS, TX), BATCH)  # type: ignore[arg-type]
+    ),
+    "TypeError: named_weights(dtype='bf16'): expected a dtype, such as torch.bfloat16": (
+        lambda mesh: next(ya.named_weights(new(mesh).params, dtype="bf16"))  # type: ignore[arg-type]
     ),
     "TypeError: optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad": (
         lambda mesh: new(mesh).apply_gradients(ya.value_and_grad(loss_fn)(new(mesh).params, BATCH), TX)

@@ -193,6 +193,12 @@ def rows_of(batch: Batch) -> Batch:
     return {key: value.unsqueeze(1) for key, value in batch.items()}
 
 
+def curvature(f: Any, p: Tree, u: Tree) -> Tensor:
+    """The second derivative of `f` along a direction."""
+    slope: Tensor = tf.jvp(lambda q: tf.jvp(f, (q,), (u,))[1], (p,), (u,))[1]
+    return slope
+
+
 def of_each_rank(s: Setting, name: str) -> None:
     """Values and forward derivatives, each rank's own; and gradients of rows, whose mean over ranks is that of rows in
     equal places."""
@@ -203,6 +209,7 @@ def of_each_rank(s: Setting, name: str) -> None:
     (u, plain_u), _ = s.directions
     compare(own(s.sharded), own(s.plain), BOUND if len(s.batches) > 1 else 0.0, f"{name}: value")
     compare(tf.jvp(own, (s.sharded,), (u,)), tf.jvp(own, (s.plain,), (plain_u,)), BOUND, f"{name}: jvp")
+    compare(curvature(own, s.sharded, u), curvature(own, s.plain, plain_u), BOUND, f"{name}: jvp of jvp")
     each = tf.vmap(tf.grad(s.loss), in_dims=(None, 0))
     every = [each(s.plain, rows_of(batch)) for batch in s.batches]
     mean = optree.tree_map(lambda *rows: torch.stack(rows).mean(0), *every)
@@ -246,6 +253,20 @@ def test_a_gradient_with_dropout(mesh: Any) -> None:
     torch.manual_seed(mesh.get_rank())
     got = tf.grad(s.loss)(s.sharded, s.own)
     compare(got, optree.tree_map(lambda *grads: torch.stack(grads).mean(0), *every), BOUND, "dropout")
+
+
+@on_ranks(1, 2)
+def test_rows_with_dropout(_: Any) -> None:
+    """Each row draws numbers of its own, or none may be drawn."""
+    s = Setting("shard", "dropout")
+    own = rows_of(s.own)
+    found = []
+    for params in (s.sharded, s.plain):
+        torch.manual_seed(0)
+        found.append(tf.vmap(s.loss, in_dims=(None, 0), randomness="different")(params, own))
+    compare(*found, BOUND, "dropout: vmap")
+    with pytest.raises(RuntimeError, match="randomness"):
+        tf.vmap(s.loss, in_dims=(None, 0))(s.sharded, own)
 
 
 @on_ranks()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint import named
 from yafsdp_fn.params.tree import named_leaves
 
 EMBED, LAYERS = 5, 3
@@ -167,6 +169,16 @@ def test_from_fsdp2_to_ours_on_other_ranks_and_back(pools: Pools, tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours-moments", "ours-weights", "theirs"]
     for again in pools[2].run(resumed_by_fsdp2, target):
         assert all(torch.equal(again[key], stepped[key].float()) for key in before)
+
+
+@on_ranks(1)
+def test_a_folder_appears_when_it_is_complete(mesh: Any, tmp_path: Path) -> None:
+    state, target = ya.init(params(), None, mesh=mesh), tmp_path / "ours"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(checkpoint.CheckpointError, match="the disk is gone"):
+        patch.setattr(named, "sync_folder", mock.Mock(side_effect=OSError("the disk is gone")))
+        checkpoint.save_named(target, state.params, name)
+    assert not target.exists()
+    checkpoint.save_named(target, state.params, name)
 
 
 @on_ranks(1)

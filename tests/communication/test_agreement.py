@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from contextlib import redirect_stderr
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.pool import on_ranks
 from yafsdp_fn.communication.communicators import Communicators
+from yafsdp_fn.communication.streams import HostEvent
 from yafsdp_fn.util.torch_private import side_store
 
 
@@ -33,7 +35,10 @@ def test_ranks_compare_notes_under_another_default_device(mesh: Any) -> None:
 def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(mesh: Any) -> None:
     """One rank fails alone: afterwards every use of the communicators says so. They are made for this test alone."""
     comms = Communicators(mesh)
+    event = HostEvent()
+    comms.stream("gather").submit(lambda: time.sleep(0.1), (), event, "what is under way")
     comms.abort("together", ValueError())
+    assert event.over, "streams have run dry"
     assert comms.lost is None
     place = ("forward of a", "backward of b")[comms.rank]
     comms.abort(place, ValueError())

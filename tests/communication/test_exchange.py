@@ -154,7 +154,8 @@ def test_reductions_of_a_list_are_those_one_by_one(mesh: Any) -> None:
     comms = communicators(mesh)
     sizes, adds = [8, 16, 8, 24, 8], [False, True, True, False, False]
     for wire, dtype, accumulate in ((F32, F32, None), (BF16, F32, None), (BF16, F32, F32), (F32, BF16, None)):
-        fulls = [drawn(comms.rank, i, n * comms.ranks, wire) for i, n in enumerate(sizes)]
+        wires = [BF16, wire, wire, wire, wire]
+        fulls = [drawn(comms.rank, i, n * comms.ranks, of) for i, (n, of) in enumerate(zip(sizes, wires, strict=True))]
         before = [drawn(7, i, n, dtype) for i, n in enumerate(sizes)]
         expected = [shard.clone() for shard in before]
         needed = receive_numel(comms, max(sizes), accumulate)

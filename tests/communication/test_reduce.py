@@ -232,6 +232,8 @@ def test_what_is_sent_for_a_bf16_gradient_of_16_elements_per_rank(
     assert reduced(c, F32, accumulate)[1:] == (sent, between)
     assert receive_numel(c.comms, c.n, accumulate) == receive
     assert staging_numel(c.comms, c.n, F32, BF16, accumulate) == staging
+    if accumulate is None:
+        assert staging_numel(c.comms, c.n, BF16, BF16, None) == 0, "summed where they are"
 
 
 def wide_sums(mesh: Any, name: str) -> tuple[Tensor, float, float]:

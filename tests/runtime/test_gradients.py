@@ -34,12 +34,12 @@ def several_uses(x: Tensor, w: Layer) -> Tensor:
     return own(x + w.gate * ya.linear(h, w.down) + ya.linear(x, w.up[:1]), w)
 
 
-def slope(x: Tensor, w: Layer, *, create_graph: bool = False, of_weight: bool = False) -> Tensor:
+def slope(x: Tensor, w: Layer, *, create_graph: bool = False, of_weight: bool = False, chunks: int = 1) -> Tensor:
     """The gradient of a function of x and w.up with respect to one of them, asked for inside the block."""
+    squares = ya.chunk(lambda x, up: torch.tanh(ya.linear(x, up)).square(), chunks, in_axes=(0, None))
     with torch.enable_grad():
         x, up = (t if t.requires_grad else t.detach().requires_grad_() for t in (x, w.up))
-        each = torch.tanh(ya.linear(x, up)).square().sum()
-        return torch.autograd.grad(each, up if of_weight else x, create_graph=create_graph)[0]
+        return torch.autograd.grad(squares(x, up).sum(), up if of_weight else x, create_graph=create_graph)[0]
 
 
 def inner(x: Tensor, w: Layer) -> Tensor:
@@ -52,7 +52,8 @@ def inner_twice(x: Tensor, w: Layer) -> Tensor:
 
 def inner_of_weight(x: Tensor, w: Layer) -> Tensor:
     """Its numbers are not used: they are sums over the rows, which ranks share."""
-    return own(x + 0.0 * slope(x, w, create_graph=True, of_weight=True).sum(), w)
+    of_chunks = slope(x.detach(), w, of_weight=True, chunks=2)
+    return own(x + 0.0 * (slope(x, w, create_graph=True, of_weight=True) + of_chunks).sum(), w)
 
 
 def inner_func(x: Tensor, w: Layer) -> Tensor:
@@ -160,14 +161,14 @@ def test_heads(mesh: Any) -> None:
     exact(mesh, [(own, checkpointed_head), (own, inner_head)])
 
 
-def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
+def halves(x: Tensor, between: Callable[[Later], object], f: Callable[..., Tensor] = ya.linear) -> Tensor:
     """The gradient of a weight that `x` was multiplied with, made in a later half, after what is done between them."""
     w, grad = weight_leaf(torch.ones(4, 5), lambda size, dtype: torch.empty(size, dtype=dtype)), torch.empty(4, 5)
-    out, later = ya.linear(x, w), Later(())
+    out, later = f(x, w), Later(())
     run = AutogradRun()
     later.open(grad_targets_of([[w]]), run)
     later.close(differentiated(run, [out], [torch.ones(3, 4)], [w]))
-    between()
+    between(later)
     later.write(ToSlots([GradSlot(UnitViews(grad.flatten(), [grad], []), add=False)]))
     return grad
 
@@ -175,6 +176,14 @@ def halves(x: Tensor, between: Callable[[], object]) -> Tensor:
 def test_a_factor_that_is_written_between_halves_is_refused() -> None:
     """Autograd, which looks at what it has saved, is over by then."""
     x = torch.arange(15.0).reshape(3, 5)
-    assert torch.equal(halves(x, lambda: None), x.sum(0).expand(4, 5))
+    assert torch.equal(halves(x, lambda _: None), x.sum(0).expand(4, 5))
     with pytest.raises(RuntimeError, match=r"a tensor of 15 elements that ya\.linear .* was written in place"):
-        halves(x, lambda: x.add_(1.0))
+        halves(x, lambda _: x.add_(1.0))
+
+
+def test_chunks_leave_no_factors_for_the_later_half() -> None:
+    """Those of all chunks would be there at once."""
+    left: list[int] = []
+    x = torch.arange(15.0).reshape(3, 5)
+    grad = halves(x, lambda later: left.append(len(later._writes)), ya.chunk(ya.linear, 3, in_axes=(0, None)))
+    assert torch.equal(grad, x.sum(0).expand(4, 5)) and left == [0]

@@ -70,6 +70,7 @@ FORMS: dict[str, tuple[Callable[..., Schedule], str, Form]] = {
     "ddp": (ddp, "replicas of the whole", once),
     "hsdp": (hsdp, "replicas", streamed),
     "hsdp, deferred": (partial(hsdp, defer=True), "replicas", lambda L, M: (streamed(L, M)[0], L + U)),
+    "hsdp, prefetch 2": (partial(hsdp, prefetch=2), "replicas", partial(streamed, prefetch=2)),
     **{
         f"hpz {k}, prefetch {p}": (partial(hpz, k, prefetch=p), "replicas and nodes", partial(streamed, prefetch=p))
         for k, p in itertools.product((0, 1, 3, 99), (1, 2))

@@ -94,6 +94,15 @@ def test_another_argument_is_another_signature() -> None:
     assert len(trace(run).visits) == 1 + 2 * L
 
 
+def test_so_is_another_number_of_layers_of_one_unit() -> None:
+    def run(p: Model, b: Any) -> Tensor:
+        x = ya.apply(embed, p.embed, b["tokens"])
+        return ya.scan(block, x, p.layers, unroll=2, order=[1, 1, 1])[0].sum()
+
+    _, two, one = trace(run).visits
+    assert two.units == one.units and two.cost.flops == 2 * one.cost.flops
+
+
 def test_nothing_is_computed_and_nothing_drawn() -> None:
     state = ya.init(model(), TX, mesh=one_rank())
     seen: list[type] = []

@@ -21,7 +21,7 @@ from yafsdp_fn.communication.where import named
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted
-from yafsdp_fn.runtime.state import ShardedState
+from yafsdp_fn.runtime.state import ShardedState, must_be_sharded
 from yafsdp_fn.util.bits import sum_of_bits
 
 # ---- The verb.
@@ -48,7 +48,7 @@ def checksum(state: ShardedState) -> int:
     >>> ya.checksum(state) == ya.checksum(ya.init(params, tx, mesh=mesh, seed=1))
     False
     """
-    memory = state.check().memory
+    memory = must_be_sharded(state, "checksum takes a ShardedState").check().memory
     comms = memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
         found = list(_values(state))

@@ -91,8 +91,7 @@ def scan(
     for block, name in zip(blocks, names, strict=True):
         body, args = partial(_several, f, name), (carry, layers[block], extra)
         if stacks:
-            signature = f, len(layers[block])
-            call = BlockCall(name, body, args, first=block.start == 0, signature=signature, carries=True)
+            call = BlockCall(name, body, args, first=block.start == 0, signature=f, carries=True)
             carry, found = (call.runner() or pure).visit(call)
         else:
             carry, found = run_plain_visit(device_of_leaves((carry, layers)), body, *args)

@@ -22,7 +22,7 @@ from yafsdp_fn.runtime.arguments import Seed
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.plain_state import PlainState
 from yafsdp_fn.runtime.reductions import Mean, combined, divided
-from yafsdp_fn.runtime.state import Measured, ShardedState, StepUpdates
+from yafsdp_fn.runtime.state import Measured, ShardedState, StepUpdates, must_be_sharded
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.foreign_names import with_hints
 from yafsdp_fn.util.squares import squared_norm, sum_of_squares
@@ -54,12 +54,7 @@ class TrainStep:
             raise TypeError(NOT_COMPILED)
         if isinstance(state, PlainState):
             return self._plain(state, batch)
-        if not isinstance(state, ShardedState):
-            raise TypeError(
-                f"train_step takes a ShardedState or a PlainState, got {type(state).__name__}: step(state, batch), "
-                "with the state itself that ya.init, ya.shard or the step before returned"
-            )
-        given = state.memory
+        given = must_be_sharded(state, "train_step takes a ShardedState or a PlainState").memory
         state = state.check() if self._donate else state.copy()
         memory = state.memory
         arguments, shards = self._function.arguments((state.params, batch), {}), memory.kept_grads()
@@ -125,7 +120,7 @@ class TrainStep:
 
     def trace(self, state: ShardedState, batch: Tree) -> Trace:
         """Records the visits of `loss_fn` on fake tensors: nothing is computed, and the state is unchanged."""
-        memory, programs = state.check().memory, self._function.programs
+        memory, programs = self._memory_of(state), self._function.programs
         arguments = self._function.arguments((state.params, batch), {})
         if memory.comms.stages > 1:
             from yafsdp_fn.pipelines.crossing import crossing_of
@@ -143,7 +138,7 @@ class TrainStep:
 
     def lower(self, state: ShardedState, batch: Tree) -> Program:
         """Returns the verified `Program` of the step, of all stages; built on fake tensors if no step has run yet."""
-        memory = state.check().memory
+        memory = self._memory_of(state)
         batch_shapes = None
         if memory.comms.stages > 1:
             from yafsdp_fn.pipelines.crossing import shapes
@@ -155,13 +150,16 @@ class TrainStep:
     def program(self, state: ShardedState) -> Program:
         """Returns the program in use for this state. Raises RuntimeError before the first step on a state of its
         kind."""
-        found = self._known(state.check().memory)
+        found = self._known(self._memory_of(state))
         if found is None:
             raise RuntimeError(
                 "step.program(state): no step of this function has run on a state of this kind yet; "
                 "step.lower(state, batch) returns its program, and runs nothing"
             )
         return found
+
+    def _memory_of(self, state: ShardedState) -> StateMemory:
+        return must_be_sharded(state, "a step's program is found for a ShardedState").check().memory
 
     def _known(self, memory: StateMemory, batch: Hashable = None) -> Program | None:
         microbatches = microbatches_on(memory.comms, self._function.microbatches)

@@ -31,7 +31,7 @@ from yafsdp_fn.pipelines.cut import cut
 from yafsdp_fn.program.ops import Buffer, Update
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.memory import StateMemory
-from yafsdp_fn.runtime.state import ShardedState
+from yafsdp_fn.runtime.state import ShardedState, must_be_sharded
 
 
 class Job(NamedTuple):
@@ -99,9 +99,7 @@ def prepare(
     keep_every: int | None,
 ) -> Job:
     """Returns the job that `save` will write; its tensors are the state's own."""
-    if not isinstance(state, ShardedState):
-        raise TypeError(f"checkpoint.save: expected a folder and a state, got a {type(state).__name__} for the state")
-    state = state.check()
+    state = must_be_sharded(state, "checkpoint.save takes a folder and a ShardedState").check()
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and value < 1:
             raise ValueError(f"{name} is {value}: expected a positive number, or None")

@@ -309,7 +309,7 @@ def _must_be_stack(stack: Tree, name: str, count: int) -> None:
         if stack.entry.length != count:
             raise ValueError(f"{name}: the module has {count} layers, these params {stack.entry.length}")
         return
-    leaves = optree.tree_leaves(without_markers(stack))
+    leaves = optree.tree_leaves(stack)
     wrong = [leaf for leaf in leaves if not isinstance(leaf, Tensor) or leaf.shape[:1] != (count,)]
     if wrong or not leaves:
         raise ValueError(
@@ -322,7 +322,7 @@ def _seen_as(stack: Tree) -> tuple[torch.device, torch.dtype, bool]:
     """Returns the device and dtype in which blocks see the weights of a stack, and whether some have their own."""
     if isinstance(stack, Sharded):
         return stack.owner.comms.device, stack.owner.precision.gather_dtype, True
-    leaves: list[Any] = optree.tree_leaves(without_markers(stack))
+    leaves: list[Any] = optree.tree_leaves(stack)
     return leaves[0].device, next((leaf.dtype for leaf in leaves if leaf.is_floating_point()), torch.float32), False
 
 

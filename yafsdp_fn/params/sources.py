@@ -97,16 +97,17 @@ INITIALIZER = (
     "write to one: lambda g, shape, dtype: torch.nn.init.xavier_uniform_(torch.empty(shape, dtype=dtype), generator=g)"
 )
 
-META = "{} is on the meta device and has no values; give whole tensors, or ya.Lazy leaves that load them"
-
 
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
     def give(layer: int | None) -> Tensor:
         if isinstance(leaf, Tensor):
-            if leaf.is_meta:
-                raise TypeError(META.format(path))
+            if leaf.is_meta or leaf.layout != torch.strided:
+                raise TypeError(
+                    f"{path} is on the meta device and has no values, or is sparse; give whole tensors, those that are "
+                    "sparse as x.to_dense(), or ya.Lazy leaves that load them"
+                )
             return leaf.detach() if layer is None else leaf.detach()[layer]
         shape = leaf.shape if layer is None else leaf.shape[1:]
         if isinstance(leaf, Param):

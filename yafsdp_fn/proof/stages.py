@@ -106,7 +106,7 @@ def in_words(call: Call) -> str:
 # op 9   send gradient ...                    <--> op 7   receive ...                                 rule 'match'
 
 
-def split_of(pipeline: Program) -> Split:
+def accepted_split(pipeline: Program) -> Split:
     """Returns the cut of a pipeline that `a_program_each` has accepted."""
     assert pipeline.trace.split is not None, "a_program_each"
     return pipeline.trace.split
@@ -143,7 +143,7 @@ def a_program_each(pipeline: Program) -> None:
 
 def once_each_way(pipeline: Program) -> None:
     """Checks that the computes of each stage are calls, and that these are a step."""
-    split = split_of(pipeline)
+    split = accepted_split(pipeline)
     rows = [list(calls_of(split, stage, program)) for stage, program in enumerate(pipeline.by_stage)]
     check_calls(pipeline.trace, split, rows)
 
@@ -202,7 +202,7 @@ Messages = list[tuple[int, MessageOp]]
 
 def sent_is_received(pipeline: Program) -> None:
     """Checks that the messages between any two stages are sent and received in one order."""
-    split = split_of(pipeline)
+    split = accepted_split(pipeline)
     sent = _messages(pipeline, split, Send)
     received = _messages(pipeline, split, Receive)
     for source, target in itertools.product(range(split.stages), repeat=2):

@@ -18,11 +18,6 @@ from yafsdp_fn.params.tree import Tree, dotted, named_leaves, tensors_in
 from yafsdp_fn.runtime.consistency import OF_A_RANK, digest
 from yafsdp_fn.runtime.graph_walks import sample
 
-NESTED = (
-    "{} is a nested tensor, whose rows neither ranks nor microbatches can share, nor copies keep: give rows of one "
-    "length with a mask (x.to_padded_tensor(0.0)), or their values and offsets (x.values(), x.offsets())"
-)
-
 # ---- This rank's part of a global batch.
 
 
@@ -47,10 +42,11 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     """
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     for path, leaf in named_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.is_nested:
-            raise TypeError(f"shard_batch: {NESTED.format(path or 'the batch')}")
-        if isinstance(leaf, Tensor) and leaf.layout != torch.strided:
-            raise TypeError(f"shard_batch: {path or 'the batch'} is a sparse tensor: give it dense (x.to_dense())")
+        if isinstance(leaf, Tensor):
+            name = f"shard_batch: {path or 'the batch'}"
+            _refuse_nested(leaf, name)
+            if leaf.layout != torch.strided:
+                raise TypeError(f"{name} is a sparse tensor: give it dense (x.to_dense())")
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
     # not of a GPU's memory, for which the host would wait
@@ -198,6 +194,16 @@ def is_cut(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
 
 
+def _refuse_nested(leaf: Tensor, name: str) -> None:
+    """Raises TypeError for a nested tensor."""
+    if leaf.is_nested:
+        raise TypeError(
+            f"{name} is a nested tensor, whose rows neither ranks nor microbatches can share, nor copies keep: give "
+            "rows of one length with a mask (x.to_padded_tensor(0.0)), or their values and offsets (x.values(), "
+            "x.offsets())"
+        )
+
+
 # ---- The arguments of a loss that are not differentiated, batches above all: their names, and what is wrong with them.
 
 
@@ -224,8 +230,7 @@ def check_arguments(rest: Any) -> None:
                 f"{name} was made on the meta device, where it has no values, or under "
                 "torch.inference_mode, where no gradient passes it"
             )
-        if leaf.is_nested:
-            raise TypeError(NESTED.format(name))
+        _refuse_nested(leaf, name)
         if leaf.requires_grad:
             raise TypeError(
                 f"{name} requires a gradient, and a step has gradients of the state's params alone: {name} would "

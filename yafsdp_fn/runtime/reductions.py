@@ -8,6 +8,7 @@ A bare scalar loss is `Mean(value, 1)`: parts count equally.
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -91,12 +92,14 @@ def _checked(mean: Mean, what: str) -> Mean:
     total, weight = mean
     if not isinstance(total, Tensor) or not total.is_floating_point():
         raise TypeError(f"{what}: the total of a Mean should be a floating-point tensor, got {shape_of(total)}")
-    if isinstance(weight, Tensor) and weight.ndim and weight.shape != total.shape:
+    if isinstance(weight, Real):
+        # filled on the device: no copy from the host
+        weight = torch.full((), float(weight), dtype=torch.float64, device=total.device)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"{what}: the weight of a Mean should be a number or a tensor, got {shape_of(weight)}")
+    if weight.ndim and weight.shape != total.shape:
         got = f"{tuple(total.shape)}, got {tuple(weight.shape)}"
         raise TypeError(f"{what}: the weight of a Mean should be a scalar or have its total's shape {got}")
-    if not isinstance(weight, Tensor):
-        # filled on the device: no copy from the host
-        weight = torch.full((), weight, dtype=torch.float64, device=total.device)
     return Mean(total, weight.to(total.device))
 
 

@@ -190,6 +190,14 @@ register_node(
 )
 
 
+def must_be_sharded(state: Any, what: str) -> ShardedState:
+    """Returns `state`. Raises TypeError if it is none, but a part of one, say."""
+    if not isinstance(state, ShardedState):
+        got = type(state).__name__
+        raise TypeError(f"{what}, got {got}: the state itself, as ya.init, ya.shard or the step before returned it")
+    return state
+
+
 def memory_of(found: Sequence[Sharded]) -> StateMemory:
     """The memory whose own leaves these handles hold; if leaves were replaced, a new memory with copies of them."""
     if not found:

@@ -18,6 +18,7 @@ def test_two_groups_share_a_link_evenly() -> None:
     long = links.submit("a", [Phase("network", 4.0)])
     links.advance(1.0)
     short = links.submit("b", [Phase("network", 1.0)])  # each at half speed: it takes 2 s, in which `long` does 1 of 3
+    assert links.next_end() == 3.0
     links.advance(9.0)
     assert (short.ended, long.ended) == (pytest.approx(3.0), pytest.approx(5.0))
 
