@@ -32,6 +32,15 @@ ORDERED = (
 )
 
 
+def shards_added(name: str) -> str:
+    """Warns of a loss that computes with shards as if they were whole."""
+    return (
+        f"the loss computes with leaves of {name} beside its visits, and each rank with its own shards alone: a sum of "
+        "them counts once for every rank in a mean over ranks, a mean or a maximum is of other elements. "
+        "ya.vdot(params, params) and ya.global_norm(params) are the same at every number of ranks"
+    )
+
+
 SCALED = (
     "a torch.amp.GradScaler scales the loss, and no optimizer here would unscale its gradients. Return the loss as it "
     "is; bfloat16 (ya.Precision(compute=torch.bfloat16)) needs no scale"
