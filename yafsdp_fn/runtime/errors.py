@@ -277,6 +277,15 @@ def used_after(visit: str, weight: Tensor) -> RuntimeError:
     )
 
 
+def hidden_outputs(visit: str, out: object) -> TypeError:
+    """Returns the error for a block that returns an object, and runs again for its backward."""
+    return TypeError(
+        f"{visit}: the block returns a {type(out).__name__} with tensors inside, and no gradient comes back to them "
+        "where it runs again for its backward. Return the tensors, in a tuple or a dict; or keep the graphs of visits, "
+        "schedule=ya.schedules.zero3(remat='none')"
+    )
+
+
 def view_of_weights(visit: str, out: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{visit}: an output of shape {tuple(out.shape)} is a view of the block's weights, whose "
