@@ -238,6 +238,22 @@ def let_out(params: Any, batch: Any) -> Any:
     return (x @ kept[0]).square().mean()
 
 
+def with_whole(what: Any) -> Any:
+    """A loss that adds what `what` makes of its parameters."""
+    return lambda params, batch: loss_fn(params, batch).total + what(params["layers"])
+
+
+def hooked(leaf: Any) -> None:
+    leaf.register_hook(lambda grad: grad / 2)
+
+
+def on_the_state(mesh: Any) -> Any:
+    state = new(mesh)
+    for leaf in optree.tree_leaves(state.params):
+        hooked(leaf.requires_grad_())
+    return taken(state, TX)
+
+
 RAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
 
 
@@ -248,7 +264,17 @@ class Attributes:
         self.x = x
 
 
+HOOKED = "RuntimeError: a leaf of the parameters has a hook for its gradient, which would not be called"
+
 SILENT = {
+    HOOKED: stepping(loss=lambda params, batch: loss_fn(optree.tree_map_(hooked, params), batch)),
+    f"{HOOKED}: gradients of visits": on_the_state,
+    "RuntimeError: unshard in a loss: no gradient comes back through it. Compute with whole weights in": stepping(
+        loss=with_whole(lambda layers: ya.unshard(layers)["w"].square().sum())
+    ),
+    "RuntimeError: map_whole_layers in a loss: no gradient comes back through it.": stepping(
+        loss=with_whole(lambda layers: ya.map_whole_layers(lambda layer: layer["w"].square().sum(), layers).sum())
+    ),
     "TypeError: x of argument 1 requires a gradient, and a step has gradients of the state's params alone": stepping(
         {"x": torch.ones(4, 4, requires_grad=True)}
     ),
@@ -508,6 +534,22 @@ def test_a_batch_that_all_ranks_have_is_warned_of(mesh: Any) -> None:
     same, own = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": x}) for x in given)
     assert own == [] and len(same) == mesh.size() - 1
     assert all("all ranks have the same batch, so that each row" in text for text in same)
+
+
+@on_ranks(1, 2)
+def test_a_sum_over_shards_in_a_loss_is_warned_of(mesh: Any) -> None:
+    """Of one rank they are whole, and what is gathered, or summed over ranks, is the same everywhere."""
+    by_hand = lambda layers: sum(leaf.square().sum() for leaf in optree.tree_leaves(layers))  # noqa: E731
+    ways = [
+        by_hand,
+        lambda layers: ya.vdot(layers, layers),
+        lambda layers: loss_fn({"layers": optree.tree_map(lambda leaf: leaf * 2, layers)}, BATCH).total,
+        lambda layers: by_hand(layers).detach(),
+    ]
+    rows = ya.shard_batch(torch.arange(16.0).view(4, 4), mesh)
+    found, *others = [warned_by(ya.train_step(with_whole(way), TX), new(mesh), {"x": rows}) for way in ways]
+    assert others == [[]] * 3 and len(found) == mesh.size() - 1
+    assert all(text.startswith("the loss computes with leaves of layers beside its visits") for text in found)
 
 
 @on_ranks(1, 2)

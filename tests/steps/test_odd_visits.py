@@ -244,6 +244,32 @@ def test_odd_visits(mesh: Any, name: str, schedule: str) -> None:
     check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
 
 
+@with_ends
+def noted_loss(params: Params, x: Tensor) -> Tensor:
+    """A block that notes on a weight what it has made of it, and looks there first."""
+
+    def noting(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+        noted = vars(w.up)
+        if "halved" not in noted:
+            noted["halved"] = w.up.detach() / 2
+        return block(x + (x @ noted["halved"].T).tanh().mean(-1, keepdim=True), w)
+
+    return ya.scan(noting, x, params.layers)[0]
+
+
+@WORLDS
+@pytest.mark.parametrize("remat", ["none", "all"])
+def test_an_attribute_of_a_weight_is_for_one_visit(mesh: Any, remat: str) -> None:
+    """In the next step the weight is another one."""
+    step = ya.train_step(noted_loss, TX, schedule=ya.schedules.zero3(remat=remat))
+    state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(torch.float64))
+    alone = ya.PlainState.create(optree.tree_map(lambda leaf: leaf.to(torch.float64), plain(base_params(3))), TX)
+    for number in range(3):
+        state, _ = step(state, batch_of(mesh.get_local_rank()))
+        alone, _ = step(alone, global_batch(mesh.size()))
+        compare(state.params, alone.params, 1e-9, f"step {number}")
+
+
 @on_ranks(1)
 def test_autocast_is_replayed(mesh: Any) -> None:
     """To the bit, on one rank; in float32, since it leaves float64 alone."""

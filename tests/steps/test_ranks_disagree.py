@@ -78,6 +78,18 @@ def test_another_number_of_microbatches(mesh: Any) -> None:
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("name", ["skip_nonfinite", "a function skip"])
+def test_other_rules_of_skipping(mesh: Any, name: str) -> None:
+    """Rank 0 skips what rank 1 does not: one would write what is not finite, or wait for what the other judges."""
+    first = mesh.get_local_rank() == 0
+    judge = (lambda metrics: metrics["loss"] > 9.0) if first else None
+    options: dict[str, Any] = {"skip_nonfinite": first} if name == "skip_nonfinite" else {"skip": judge}
+    said = Steps(loss, **options).said()
+    sides = f"{name} differs:\n    rank 0: True\n    rank 1: False"
+    assert f"RanksDisagree: ranks disagree on the optimizer; {sides}" in said, said
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("as_programs", [False, True], ids=["factories", "programs"])
 def test_other_schedules(mesh: Any, as_programs: bool) -> None:
     """Rank 0 has ZeRO-3, rank 1 ZeRO-2: refused each time. Nothing is lost, since no collective of a program has run;

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -92,6 +93,26 @@ def test_where_graphs_are_kept_any_values_serve(mesh: Any, which: str) -> None:
 @pytest.mark.parametrize("which", SAME)
 def test_the_same_values_serve(mesh: Any, which: str) -> None:
     assert steps(mesh, which, "all")[0] == "returned"
+
+
+def in_an_object(params: Any, rows: Any) -> ya.Mean:
+    """The carry is an object, as a distribution is, whose tensors no visit sees."""
+    inside = lambda carry, w: (SimpleNamespace(x=block(carry.x, w)[0]), None)  # noqa: E731
+    middle = lambda params, x: ya.scan(inside, SimpleNamespace(x=x), params.layers)[0].x  # noqa: E731
+    return with_ends(middle)(params, rows)
+
+
+@on_ranks(1, 2)
+def test_objects_with_tensors_are_returned_where_graphs_are_kept_alone(mesh: Any) -> None:
+    state, found = ya.init(model(), TX, mesh=mesh), []
+    for function in (loss, in_an_object):
+        found.append(ya.unshard(ya.grad(function)(state.params, batch())))
+    torch.testing.assert_close(found[0], found[1])
+    recomputed = ya.grad(in_an_object, schedule=ya.schedules.zero3(remat="all"))
+    with pytest.raises(
+        TypeError, match=r"^layers\[0\]: the block returns a SimpleNamespace with tensors inside, and no"
+    ):
+        recomputed(state.params, batch())
 
 
 # ---- what begins after some steps, as by a schedule: steps 1, 2, 4, 8 and so on look again

@@ -22,7 +22,7 @@ from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.params.layout import Group, TreeLayout
-from yafsdp_fn.params.one_state import must_be_one
+from yafsdp_fn.params.one_state import must_be_constants, must_be_one
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import (
     Sharded,
@@ -412,10 +412,9 @@ def _forms(handle: Sharded) -> list[Any]:
 # ---- Back to whole tensors.
 
 
-@torch.no_grad()
 def unshard(tree: Any) -> Tree:
     """Returns whole tensors of a state's params, or any sharded tree, on every rank: [L, ...] for a stack. All must
-    call it.
+    call it. They are constants: in a loss, call it under torch.no_grad().
 
     Leaves may have more leading axes, as per-example gradients have.
 
@@ -424,5 +423,8 @@ def unshard(tree: Any) -> Tree:
     {'up': (4, 32, 8), 'down': (4, 8, 32)}
     """
     tree = tree.params if isinstance(tree, ShardedState) else tree
-    must_be_one("unshard", handles(tree))
-    return whole_tree(tree)
+    found = handles(tree)
+    must_be_constants("unshard", found)
+    must_be_one("unshard", found)
+    with torch.no_grad():
+        return whole_tree(tree)

@@ -8,9 +8,10 @@
 A session turns visits to sharded parameters into a schedule. Plain tensors have a loop of their own (plain_state.py).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import copy_context
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -68,7 +69,10 @@ class FunctionRun(NamedTuple):
 
 
 class StepFunction:
-    """A function to differentiate or evaluate, with its schedule and its programs. track: it is differentiated"""
+    """A function to differentiate or evaluate, with its schedule and its programs.
+
+    track: it is differentiated; tx: the optimizer of its step, which ranks must have alike, as all of `settings`
+    """
 
     def __init__(
         self,
@@ -78,6 +82,7 @@ class StepFunction:
         microbatches: int | None,
         track: bool = True,
         tx: optim.GradientTransformation | None = None,
+        settings: Mapping[str, bool] = MappingProxyType({}),
     ) -> None:
         must_be_function(fun, "train_step, eval_step, grad and planner.trace")
         if hasattr(fun, "_torchdynamo_orig_callable"):
@@ -87,6 +92,7 @@ class StepFunction:
         # what it computes, and how
         self.fun, self.has_aux, self.microbatches, self.track = fun, has_aux, microbatches, track
         self.schedule, self._tx = schedule, tx
+        self._settings = {name: str(value) for name, value in settings.items()}
         self.programs = Programs(schedule, tx, trains=track)
         self._agreed: WeakSet[Communicators] = WeakSet()
 
@@ -110,7 +116,7 @@ class StepFunction:
         first = comms not in self._agreed  # run of this function on this mesh
         if first:
             if self._tx is not None and not comms.alone:
-                comms.must_agree("the optimizer", consistency.optimizer(self._tx))
+                comms.must_agree("the optimizer", consistency.optimizer(self._tx) | self._settings)
             self._agreed.add(comms)
             comms.named.clear()
         ran = context.run(self._run_sharded, arguments, memory, shards, seed, updates)

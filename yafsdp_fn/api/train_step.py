@@ -217,5 +217,6 @@ def train_step(
     >>> step.program(state).count(ya.schedules.Reduce)         # four units, twice
     12
     """
-    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx)
+    settings = {"skip_nonfinite": skip_nonfinite, "a function skip": skip is not None}
+    function = StepFunction(loss_fn, has_aux, schedule, microbatches, tx=tx, settings=settings)
     return TrainStep(function, tx, donate, skip_nonfinite, skip)

@@ -55,6 +55,7 @@ class Collective(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
         ctx.comms, tensor, *ctx.how = inputs
+        ctx.of_ranks = True  # for those who walk through a graph
         ctx.dtype = tensor.dtype
         ctx.in_transform = transforms_active()
 

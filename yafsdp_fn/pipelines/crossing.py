@@ -53,6 +53,8 @@ def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -
     """Traces the step on fake tensors, and cuts it. Raises, on all ranks alike, for a loss that cannot be cut."""
     with LossWatch({}):
         found = traced(arguments, memory, every=not programs.trains)
+        if kept := found.beside.kept.values():  # what its next calls read there is that stage's
+            found = traced(arguments, memory, every=not programs.trains, kept=kept)
     if found.beside.by_value:
         raise RuntimeError(
             f"{found.beside.by_value[0]} beside the visits, of what one has made: how many random numbers it draws "

@@ -32,6 +32,15 @@ ORDERED = (
 )
 
 
+def shards_added(name: str) -> str:
+    """Warns of a loss that computes with shards as if they were whole."""
+    return (
+        f"the loss computes with leaves of {name} beside its visits, and each rank with its own shards alone: a sum of "
+        "them counts once for every rank in a mean over ranks, a mean or a maximum is of other elements. "
+        "ya.vdot(params, params) and ya.global_norm(params) are the same at every number of ranks"
+    )
+
+
 SCALED = (
     "a torch.amp.GradScaler scales the loss, and no optimizer here would unscale its gradients. Return the loss as it "
     "is; bfloat16 (ya.Precision(compute=torch.bfloat16)) needs no scale"
@@ -265,6 +274,15 @@ def used_after(visit: str, weight: Tensor) -> RuntimeError:
     return RuntimeError(
         f"{visit}: the loss uses weights of this block, of shape {tuple(weight.shape)}, after its visit, when their "
         "memory holds others; keep a copy (w.detach().clone()), or return it from the block"
+    )
+
+
+def hidden_outputs(visit: str, out: object) -> TypeError:
+    """Returns the error for a block that returns an object, and runs again for its backward."""
+    return TypeError(
+        f"{visit}: the block returns a {type(out).__name__} with tensors inside, and no gradient comes back to them "
+        "where it runs again for its backward. Return the tensors, in a tuple or a dict; or keep the graphs of visits, "
+        "schedule=ya.schedules.zero3(remat='none')"
     )
 
 

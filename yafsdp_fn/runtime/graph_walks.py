@@ -123,6 +123,13 @@ def read_beside_visits(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> tup
     return read, visited, foreign([*roots, *leaves_behind(roots)])
 
 
+def read_as_shards(roots: Iterable[Tensor], leaves: Sequence[Tensor]) -> list[int]:
+    """Returns the indices of the `leaves` that `roots` depend on with neither a visit nor a collective between them."""
+    ends = lambda node: _is_visit(node) or hasattr(node, "of_ranks")  # noqa: E731
+    found = {id(getattr(node, "variable", None)) for node in _nodes(roots, ends)}
+    return [index for index, leaf in enumerate(leaves) if id(leaf) in found]
+
+
 def _is_visit(node: Any) -> bool:
     return hasattr(node, "running") or hasattr(node, "closes")
 

@@ -57,6 +57,7 @@ class Rematerialised(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: tuple[Tensor, ...]) -> None:
         ctx.f, *args = inputs
+        ctx.of_ranks = True  # as a collective, which it may have inside
         ctx.save_for_backward(*args)
         ctx.save_for_forward(*args)
         ctx.set_materialize_grads(False)  # an argument that nobody differentiates has no tangent: a shard, say

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.nn.linear import AutogradRun
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.ops import Backward, ComputeOp, Forward
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.graph_walks import Asked, alike, depends_again, sample
@@ -63,6 +64,9 @@ class RecomputedVisit(Running):
         refuse_views(self.call.name, outs, self.session.slots.storages)
         if self.session.watch:
             self._seen = sample(outs)
+            for leaf in self.call.structure[1]:
+                if isinstance(within := getattr(leaf, "__dict__", None), dict) and tensors_in(within):
+                    raise errors.hidden_outputs(self.visit.name, leaf)
         return outs
 
     # ---- backward

@@ -25,7 +25,7 @@ from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, StepLoss
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
-from yafsdp_fn.runtime.graph_walks import read_beside_visits
+from yafsdp_fn.runtime.graph_walks import read_as_shards, read_beside_visits
 from yafsdp_fn.runtime.memory import ALL
 from yafsdp_fn.runtime.pure import SAME_VISITS, LentWeights, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
@@ -61,8 +61,8 @@ class CallRecording(VisitRunner):
         return found if self.collectives is None else self.collectives.listed(found)
 
     def visit(self, call: BlockCall) -> Tree:
-        """Runs a visit, outside of `LossWatch`: in that mode its block would be compiled once more. A block that may
-        use weights of an earlier visit, which something keeps, is watched."""
+        """Runs a visit, outside of `LossWatch`: in that mode its block would be compiled once more. Where something
+        keeps weights of an earlier visit, a block that may use them is watched."""
         unwatched = isinstance(function_mode(), LossWatch) and not self.lent
         with without_function_mode() if unwatched else nullcontext():
             return super().visit(call)
@@ -102,6 +102,13 @@ class CallRecording(VisitRunner):
             raise errors.parameter_of_a_module(of_modules[0])
         if self._trained and not (read or visited):
             raise ValueError(INDEPENDENT)
+        # shards of a unit that one rank has whole are all of it
+        ranks_of = self.memory.ranks_of
+        parts = [group for group in self.memory.groups if any(ranks_of[unit].ranks > 1 for unit in group.held)]
+        for number in read_as_shards([total], self.leaves):
+            if self.memory.groups[number] in parts:
+                warnings.warn(errors.shards_added(self.memory.groups[number].name), stacklevel=2)
+                break
 
 
 # ---- What a loss itself calls.

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import weight_leaf
+from yafsdp_fn.nn.linear import DESTINATION, weight_leaf
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.memory import StateMemory, address_of
@@ -145,9 +145,10 @@ class Slots:
         """Returns a block's leaves of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
         found = self.made_leaves.get((slot, unit, track))
         if found is not None:
-            # what a block did to its weights, a hook or `requires_grad_`, is for that visit alone
+            # what a block did to its weights, a hook, `requires_grad_` or an attribute, is for that visit alone
             for leaf in found:
-                if leaf._backward_hooks or leaf.requires_grad != track:
+                own = vars(leaf)
+                if leaf._backward_hooks or leaf.requires_grad != track or len(own) > (DESTINATION in own):
                     found = None
                     break
         if found is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import BARE
+from yafsdp_fn.params.one_state import must_be_constants
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked
@@ -62,7 +63,6 @@ def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
 #     return stack_of(f(layer, *others) for layer, *others in zip(stack, *rest))
 
 
-@torch.no_grad()
 def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     """Calls `f(layer, *others)` for each layer of `stack`, whole, in the dtype of the leaves (the masters', not the
     compute's).
@@ -101,9 +101,11 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
     lengths, layers = zip(*map(_layers, trees), strict=True)
     if len(set(lengths)) > 1:
         raise ValueError(f"map_whole_layers: stacks of different length: {', '.join(map(str, lengths))}")
-    if isinstance(stack, Sharded):
-        return _sharded(f, stack, layers)
-    return stacked([f(*[give(layer) for give in layers]) for layer in range(lengths[0])])
+    must_be_constants("map_whole_layers", handles(trees))
+    with torch.no_grad():
+        if isinstance(stack, Sharded):
+            return _sharded(f, stack, layers)
+        return stacked([f(*[give(layer) for give in layers]) for layer in range(lengths[0])])
 
 
 def _layers(tree: Tree) -> tuple[int, Callable[[int], Tree]]:

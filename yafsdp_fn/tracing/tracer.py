@@ -49,6 +49,7 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
     results.
 
     by_value: those that draw as many random numbers as what a visit has made says
+    kept: tensors of the loss's own, by their memory, to which what visits have made is written: running means, say
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -57,6 +58,8 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
         self._numbers: Any = WeakIdKeyDictionary()  # tensor -> its number
         self._count = 0
         self.by_value: list[str] = []
+        self.kept: dict[int, tuple[Tensor, Made]] = {}
+        self._own: Any = WeakIdKeyDictionary()  # memory of a trace -> the tensor of the loss's own that it stands for
 
     def made(self, tensor: Tensor) -> Made:
         """Returns the visits whose outputs `tensor` was made of."""
@@ -76,10 +79,18 @@ class Beside(LiveBytes):  # type: ignore[no-untyped-call]
         out = super().__torch_dispatch__(func, types, args, kwargs)
         if self.paused:
             return out
-        made = frozenset[int]().union(*[self.made(x) for x in tensors_in((args, kwargs))])
+        given = tensors_in((args, kwargs))
+        own = [x for x in given if not isinstance(x, FakeTensor)]
+        returns = getattr(getattr(func, "_schema", None), "returns", ())
+        if own and any(value.alias_info for value in returns):
+            for x in tensors_in(out):
+                self._own[x.untyped_storage()] = own[0]
+        made = frozenset[int]().union(*map(self.made, given))
         if made:
             for x in tensors_in(out):
                 self.comes_from(x, made | self.made(x))
+                if (real := self._own.get(x.untyped_storage())) is not None:
+                    self.kept[memory_key(real)] = real, self.made(x)
             name = func.overloadpacket.__name__
             if name.rstrip("_") in DRAW_BY_VALUE:
                 self.by_value.append(name)
@@ -334,13 +345,17 @@ def traced(
     mode: FakeTensorMode | None = None,
     *,
     every: bool = False,
+    kept: Iterable[tuple[Tensor, Made]] = (),
 ) -> Tracer:
     """Traces one call of a loss on `placement`. Raises RuntimeError if the loss needs the values of tensors.
 
     mode: that of fake tensors among the arguments; every: visits without grad are part of it, as in an evaluation
+    kept: tensors of the loss's own, and the visits of an earlier call that have written to them
     """
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     tracer = Tracer(placement, mode, every)
+    for tensor, made in kept:
+        tracer.beside.comes_from(tensor, made)
     try:
         with mode, torch.enable_grad(), tracer.rule, tracer.beside, not_compiled():
             with acting_over(tracer.placement.comms), noting(tracer.placement.comms) as tracer.called:

@@ -17,7 +17,7 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import mesh_of
 from tests.harness.oracle import batch_of, check_steps
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.problems import Batch, Params, base_params, block, embed, head, with_ends
+from tests.harness.problems import Batch, E, Params, base_params, block, embed, head, with_ends
 from tests.steps.staged.models import F64, TWO_STAGES
 
 TX = ya.optim.adamw(1e-2)
@@ -74,6 +74,45 @@ def test_writes_in_place_are_exact(_: Any, name: str, first: bool) -> None:
     step, plain = (ya.train_step(loss, TX, microbatches=2) for _ in range(2))
     batches = [(batch_of(0, rows=4, seed=number),) * 2 for number in range(2)]
     check_steps((step, state), (plain, oracle), batches, 1e-12)
+
+
+# ---- tensors of the loss's own
+
+
+def remembering(used: str) -> Callable[[Params, Batch], ya.Mean]:
+    """A loss with a queue of its own, of means of what the embedding gives; what it uses there, earlier calls wrote."""
+    queue = torch.zeros(3, E, dtype=torch.float64)
+
+    def loss(params: Params, batch: Batch) -> ya.Mean:
+        x = ya.apply(embed, params.embed, batch["tokens"])
+        y, _ = ya.scan(block, x, params.layers)
+        mean = queue.mean(0)
+        given = mean if used == "in a visit" else mean.new_zeros(E)
+        ending = lambda w, y, more, targets: head(w, y + more, targets)  # noqa: E731
+        total, weight = ya.apply(ending, params.head, y, given, batch["targets"])
+        if used == "beside visits":
+            total = total * (1 + mean.sum())
+        with torch.no_grad():
+            queue[0] = x.mean((0, 1))
+            queue.copy_(queue.roll(1, 0))
+        return ya.Mean(total, weight)
+
+    return loss
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("used", ["in a visit", "beside visits"])
+def test_what_a_loss_keeps_is_of_the_stage_that_has_made_it(_: Any, used: str) -> None:
+    """It travels to a visit; beside visits it would be as it was in the beginning, on the stage that makes the loss."""
+    state = ya.init(base_params(3), TX, mesh=mesh_of(stage=2, shard=1), precision=F64, stages=TWO_STAGES)
+    oracle = ya.PlainState.create(ya.unshard(state), TX)
+    step, plain = (ya.train_step(remembering(used), TX, microbatches=2) for _ in range(2))
+    batches = [(batch_of(0, rows=4, seed=number),) * 2 for number in range(3)]
+    if used == "in a visit":
+        check_steps((step, state), (plain, oracle), batches, 1e-12)
+        return
+    with pytest.raises(ValueError, match=r"the loss is made of what segments \[0, 1\] have made"):
+        step(state, batches[0][0])
 
 
 # ---- from the second step on, something else
