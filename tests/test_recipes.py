@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import re
 from pathlib import Path
 from typing import Any
@@ -251,6 +252,7 @@ BETTER = {
 
 
 def run(_: Any, name: str) -> Any:
+    multiprocessing.current_process().daemon = False  # so that it may have a child
     return recipe(name).main()
 
 
