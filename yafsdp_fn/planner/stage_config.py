@@ -7,20 +7,24 @@ Design        a synthesized program: the configurations of its stages, and the o
 Changes       random changes of a configuration
 """
 
+import itertools
 import math
 import random
-from collections.abc import Callable
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.pipelines.messages import UNIT, Pace
 from yafsdp_fn.planner import footprint
 from yafsdp_fn.planner.cluster import Cluster
+from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
+from yafsdp_fn.program.ops import Backward
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call
-from yafsdp_fn.program.trace import Trace
+from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import remat
@@ -34,15 +38,18 @@ class StageConfig(NamedTuple):
     """Arguments of `build` for a stage, with a set where builders have a number.
 
     recomputed: visits; offloaded: those of them whose carries wait on the host
-    resident: units with a weight slot of their own; others take turns in `width` slots
-    deferred: units that are reduced once a step: these have gradient slots of their own, as units outside stacks do
+    resident: units with a weight slot of their own; others take turns in `width` slots, those of one size together if
+        `by_size`
+    own_grads: units with a gradient slot of their own, beside those that are `deferred`: reduced once a step
     secondary: units that are gathered from the node after their first gather
     """
 
     recomputed: Numbers
     resident: Numbers
+    own_grads: Numbers
     offloaded: Numbers = frozenset()
     width: int = 2
+    by_size: bool = False
     deferred: Numbers = frozenset()
     secondary: Numbers = frozenset()
     prefetch: int = 1
@@ -57,11 +64,12 @@ class StageConfig(NamedTuple):
         others = units.difference(layers)
         recomputed = remat.first(point.remat)(trace)
         if point.builder == "ddp":
-            return StageConfig(recomputed, units, deferred=units, prefetch=0)
+            return StageConfig(recomputed, units, units, deferred=units, prefetch=0)
         hpz = point.builder == "hpz"
         return StageConfig(
             recomputed,
             others if hpz else others.union(layers[len(layers) - point.kept :]),
+            others,
             width=max(2, point.prefetch + 1),
             deferred=units if point.defer else frozenset(),
             secondary=frozenset(layers[: point.kept] if hpz else ()),
@@ -74,13 +82,12 @@ class StageConfig(NamedTuple):
         def recomputed(_: Trace) -> Numbers:
             return self.recomputed
 
-        outside = frozenset(unit.id for unit in trace.units if unit.stack is None)
         offloaded = self.offloaded & self.recomputed
         offload = remat.offload(lambda _: offloaded, recompute=recomputed)
         return build(
             trace,
-            _slots(trace, self.resident, self.width),
-            _slots(trace, outside | self.deferred, 2),
+            _slots(trace, self.resident, self.width, lambda unit: unit.gather_bytes * self.by_size),
+            _slots(trace, self.own_grads | self.deferred, 2, lambda unit: unit.reduce_bytes * self.by_size),
             prefetch=self.prefetch,
             remat=offload if offloaded else recomputed,
             defer=self.deferred,
@@ -114,10 +121,17 @@ class Design(NamedTuple):
         return orders.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
 
 
-def _slots(trace: Trace, own: Numbers, width: int) -> dict[int, int]:
-    """Returns unit -> slot: units that have no slot of their own take turns in `width` slots."""
-    units = [unit._replace(stack=None if unit.id in own else "turns") for unit in trace.units]
-    return alternating_slots(trace.visits, tuple(units), width=width)
+def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:
+    """Returns unit -> slot: units of equal `size` that have no slot of their own take turns in `width` slots."""
+    sizes = {unit.id: size(unit) for unit in trace.units if unit.id not in own}
+    slots: dict[int, int] = {}
+    for nbytes in sorted({*sizes.values()}) or [0]:
+        turns = [unit for unit in sizes if sizes[unit] == nbytes]
+        units = [unit._replace(stack="turns" if unit.id in turns else None) for unit in trace.units]
+        found = alternating_slots(trace.visits, tuple(units), width=width)
+        first = max(slots.values(), default=-1) + 1
+        slots |= {unit: first + slot for unit, slot in found.items() if unit in turns or first == 0}
+    return slots
 
 
 class Changes:
@@ -127,17 +141,20 @@ class Changes:
     """
 
     def __init__(self, trace: Trace, rng: random.Random) -> None:
+        self.trace = trace
         self.rng = rng
         layers = remat.layer_visits(trace)
         units = sorted({unit for visit in trace.visits for unit in visit.units})
-        self.sets = {"resident": units}
+        self.sets = {"resident": units, "own_grads": units}
         if layers:
             self.sets["recomputed"] = layers
         if trace.microbatches > 1:
             self.sets["deferred"] = units
+        if "local" in dict(trace.mesh):
+            self.sets["secondary"] = units
         if trace.split is None and layers:
             self.sets["offloaded"] = layers
-        self.fields = [*self.sets, "prefetch", "width"]
+        self.fields = [*self.sets, "prefetch", "width", "by_size"]
         if trace.update_when != "never":
             self.fields.append("update")
 
@@ -152,12 +169,84 @@ class Changes:
         value = getattr(config, field)
         changed: Any
         if field in self.sets:
-            changed = value ^ {self.rng.choice(self.sets[field])}
+            changed = self._of_set(value, self.sets[field])
         elif isinstance(value, bool):
             changed = not value
         else:
             changed = max(int(field == "width"), value + self.rng.choice([-1, 1]))
         return config._replace(**{field: changed})
+
+    def _of_set(self, chosen: Numbers, members: list[int]) -> Numbers:
+        """Adds or removes a number, or puts one in the place of another."""
+        one = {self.rng.choice(members)}
+        others = sorted(chosen.intersection(members) - one)
+        if others and self.rng.random() < 0.4:
+            return chosen - {self.rng.choice(others)} | one
+        return chosen ^ one
+
+    # ---- configurations to begin with
+
+    def drafts(self, config: StageConfig, cluster: Cluster, budget: int) -> Iterator[StageConfig]:
+        """Yields configurations that fill the memory: for several numbers of recomputed visits, those first that free
+        most of it for their seconds, the rest goes to gradients that are reduced once and to weights that stay."""
+        layers = self._cheapest(cluster)
+        most = len(layers)
+        fills = ("resident", "deferred") if "deferred" in self.sets else ("resident",)
+        turns = ((1, 2), (2, 2), (2, 3), (3, 2), (3, 4))
+        outside = frozenset(unit.id for unit in self.trace.units if unit.stack is None)
+
+        def fits(tried: StageConfig) -> bool:
+            return self._fits(tried, budget)
+
+        for own, by_size, (prefetch, width) in itertools.product((outside, frozenset[int]()), (False, True), turns):
+            plain = config._replace(
+                resident=own,
+                own_grads=own,
+                deferred=frozenset(),
+                width=width,
+                by_size=by_size,
+                prefetch=prefetch,
+            )
+            lists = [plain._replace(recomputed=frozenset(layers[:count])) for count in range(most + 1)]
+            if not fits(lists[most]):
+                continue
+            few = bisect_left(lists, True, hi=most, key=fits)
+            counts = {few, few + 1, few + 2, (3 * few + most) // 4, (few + most) // 2, most}
+            for count in sorted(counts.intersection(range(most + 1))):
+                for fields in itertools.permutations(fills):
+                    filled = lists[count]
+                    for field in fields:
+                        filled = self._filled(filled, field, fits)
+                    yield filled
+
+    def _cheapest(self, cluster: Cluster) -> list[int]:
+        """Lists visits that may recompute, those that free most memory for their seconds first."""
+        trace = self.trace
+        costs = Costs(trace, cluster)
+        price: dict[int, float] = {}
+        for v in remat.layer_visits(trace):
+            backward = Backward(v, (), ())
+            again = costs.seconds(backward, recompute=True) - costs.seconds(backward)
+            price[v] = again / max(trace.visits[v].cost.inner_bytes, 1)
+        return sorted(price, key=price.__getitem__)
+
+    def _filled(self, config: StageConfig, field: str, fits: Callable[[StageConfig], bool]) -> StageConfig:
+        """Adds as many units to a set as fit, small and late ones first."""
+        size = "gather_bytes" if field == "resident" else "reduce_bytes"
+        late_first = self.sets[field][::-1]
+        late_first.sort(key=lambda unit: getattr(self.trace.units[unit], size))
+        filled = [config]
+        for unit in late_first:
+            chosen = getattr(filled[-1], field)
+            if unit not in chosen:
+                filled.append(filled[-1]._replace(**{field: chosen | {unit}}))
+        return filled[bisect_left(filled, True, lo=1, key=lambda each: not fits(each)) - 1]
+
+    def _fits(self, config: StageConfig, budget: int) -> bool:
+        try:
+            return max(peaks_of(config.program(self.trace))) <= budget
+        except ValueError:
+            return False
 
 
 # ---- What a program comes to.
