@@ -186,7 +186,7 @@ class Changes:
 
     # ---- configurations to begin with
 
-    def drafts(self, config: StageConfig, cluster: Cluster, budget: int) -> Iterator[StageConfig]:
+    def starts(self, config: StageConfig, cluster: Cluster, budget: int) -> Iterator[StageConfig]:
         """Yields configurations that fill the memory: for several numbers of recomputed visits, those first that free
         most of it for their seconds, the rest goes to gradients that are reduced once and to weights that stay."""
         layers = self._cheapest(cluster)

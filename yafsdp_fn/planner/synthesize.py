@@ -111,7 +111,7 @@ class Candidate:
     now, now_s: the configurations that are changed next, which may be slower than the best ones, and their seconds
     room: memory that calls may fill on each stage, as `CallGraph` counts it; search: for orders within it. Without
         stages there is neither
-    drafts: configurations that are tried before random changes, without stages
+    starts: configurations that are tried before random changes, without stages
     """
 
     design: Design
@@ -122,7 +122,7 @@ class Candidate:
     now_s: float = math.inf
     room: Sequence[float] = ()
     search: Search | None = None
-    drafts: Iterator[StageConfig] = dataclasses.field(default_factory=lambda: iter(()))
+    starts: Iterator[StageConfig] = dataclasses.field(default_factory=lambda: iter(()))
 
 
 class Synthesis:
@@ -216,14 +216,14 @@ class Synthesis:
         if candidate.now_s < math.inf and (self.candidate is None or candidate.outcome < self.candidate.outcome):
             self.candidate = candidate
             if not rows:
-                candidate.drafts = candidate.changes[0].drafts(candidate.now[0], self.cluster, self.budget)
+                candidate.starts = candidate.changes[0].starts(candidate.now[0], self.cluster, self.budget)
 
     def _change(self, candidate: Candidate) -> None:
         """Changes the configuration of a stage; all stages update at the same place. What is slower may be changed
         next, the less the longer it goes."""
         configs = [*candidate.now]
         stage = self.rng.randrange(len(configs))
-        configs[stage] = next(candidate.drafts, None) or candidate.changes[stage].of(configs[stage])
+        configs[stage] = next(candidate.starts, None) or candidate.changes[stage].of(configs[stage])
         update = configs[stage].update
         changed = tuple(config._replace(update=update) for config in configs)
         seconds = self._try(candidate, changed, candidate.design.rows)
