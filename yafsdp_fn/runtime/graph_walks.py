@@ -125,7 +125,10 @@ def read_beside_visits(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> tup
 
 def read_as_shards(roots: Iterable[Tensor], leaves: Sequence[Tensor]) -> list[int]:
     """Returns the indices of the `leaves` that `roots` depend on with neither a visit nor a collective between them."""
-    ends = lambda node: _is_visit(node) or hasattr(node, "of_ranks")  # noqa: E731
+
+    def ends(node: Any) -> bool:
+        return _is_visit(node) or hasattr(node, "of_ranks")
+
     found = {id(getattr(node, "variable", None)) for node in _nodes(roots, ends)}
     return [index for index, leaf in enumerate(leaves) if id(leaf) in found]
 
