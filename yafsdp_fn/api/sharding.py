@@ -22,7 +22,7 @@ from yafsdp_fn.api.mesh import mesh as default_mesh
 from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.params.layout import Group, TreeLayout
-from yafsdp_fn.params.one_state import must_be_constants, must_be_one
+from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
 from yafsdp_fn.params.sharded import (
     Sharded,
@@ -39,6 +39,7 @@ from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
+from yafsdp_fn.runtime.whole_layers import must_be_constants
 from yafsdp_fn.util.bits import sum_of_bits
 
 # ---- The verbs: a state from abstract parameters, from values, and back.

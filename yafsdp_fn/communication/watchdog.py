@@ -147,9 +147,8 @@ class Watchdog:
         self._labels = labels
         # in words
         at = f"{position}; {line}" if line else position
-        names = ", ".join(label for (label,) in labels)
         waited = now - min(self._since.values(), default=now)
-        self._status = RankStatus(self._status.beat + 1, at, names, waited)
+        self._status = RankStatus(self._status.beat + 1, at, _names(labels), waited)
 
     def _waits_now(self) -> tuple[str, PendingLabels]:
         """Returns the line of the user's Python, and what this rank waits for."""
@@ -212,8 +211,7 @@ class Watchdog:
             failed = self._store.get(FAILED).decode()
             _, labels = self._waits_now()  # the last look may be of an earlier wait
             if labels:
-                names = ", ".join(label for (label,) in labels)
-                self._comms.abort_late(f"{names}: another rank has failed alone ({failed})")
+                self._comms.abort_late(f"{_names(labels)}: another rank has failed alone ({failed})")
 
     def _say(self) -> None:
         self._store.set(f"rank {self._rank}", json.dumps(self._status))
@@ -233,3 +231,7 @@ class Watchdog:
             for key in keys:
                 self._store.compare_set(key, "", json.dumps(UNKNOWN))
         return {rank: RankStatus(*json.loads(post)) for rank, post in enumerate(self._store.multi_get(keys))}
+
+
+def _names(labels: PendingLabels) -> str:
+    return ", ".join(label for (label,) in labels)

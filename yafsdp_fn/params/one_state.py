@@ -53,15 +53,6 @@ def must_be_one(what: str, found: Sequence[Sharded]) -> None:
         comms.must_agree(WHICH, {what: states_of(found)}, f"{what}, which all ranks call")
 
 
-def must_be_constants(what: str, found: Sequence[Sharded]) -> None:
-    """Raises RuntimeError where gradients of these handles are asked for, which `what` would lose."""
-    if torch.is_grad_enabled() and any(leaf.requires_grad for handle in found for leaf in handle.leaves):
-        raise RuntimeError(
-            f"{what} in a loss: no gradient comes back through it. Compute with whole weights in ya.scan or ya.apply; "
-            "where they are to be constants, call it under torch.no_grad()"
-        )
-
-
 def marks(own: str, device: torch.device) -> Tensor:
     """Returns two elements that join the sum of a step's metrics: a number of the state in use, and its square."""
     number = float(zlib.crc32(own.encode()) % NUMBERS)

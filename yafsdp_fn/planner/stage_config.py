@@ -196,7 +196,10 @@ class Changes:
         outside = frozenset(unit.id for unit in self.trace.units if unit.stack is None)
 
         def fits(tried: StageConfig) -> bool:
-            return self._fits(tried, budget)
+            try:
+                return max(peaks_of(tried.program(self.trace))) <= budget
+            except ValueError:
+                return False
 
         for own, by_size, (prefetch, width) in itertools.product((outside, frozenset[int]()), (False, True), turns):
             plain = config._replace(
@@ -221,13 +224,12 @@ class Changes:
 
     def _cheapest(self, cluster: Cluster) -> list[int]:
         """Lists visits that may recompute, those that free most memory for their seconds first."""
-        trace = self.trace
-        costs = Costs(trace, cluster)
+        costs = Costs(self.trace, cluster)
         price: dict[int, float] = {}
-        for v in remat.layer_visits(trace):
+        for v in self.sets.get("recomputed", []):
             backward = Backward(v, (), ())
             again = costs.seconds(backward, recompute=True) - costs.seconds(backward)
-            price[v] = again / max(trace.visits[v].cost.inner_bytes, 1)
+            price[v] = again / max(self.trace.visits[v].cost.inner_bytes, 1)
         return sorted(price, key=price.__getitem__)
 
     def _filled(self, config: StageConfig, field: str, fits: Callable[[StageConfig], bool]) -> StageConfig:
@@ -241,12 +243,6 @@ class Changes:
             if unit not in chosen:
                 filled.append(filled[-1]._replace(**{field: chosen | {unit}}))
         return filled[bisect_left(filled, True, lo=1, key=lambda each: not fits(each)) - 1]
-
-    def _fits(self, config: StageConfig, budget: int) -> bool:
-        try:
-            return max(peaks_of(config.program(self.trace))) <= budget
-        except ValueError:
-            return False
 
 
 # ---- What a program comes to.

@@ -103,11 +103,10 @@ class CallRecording(VisitRunner):
         if self._trained and not (read or visited):
             raise ValueError(INDEPENDENT)
         # shards of a unit that one rank has whole are all of it
-        ranks_of = self.memory.ranks_of
-        parts = [group for group in self.memory.groups if any(ranks_of[unit].ranks > 1 for unit in group.held)]
         for number in read_as_shards([total], self.leaves):
-            if self.memory.groups[number] in parts:
-                warnings.warn(errors.shards_added(self.memory.groups[number].name), stacklevel=2)
+            group = self.memory.groups[number]
+            if any(self.memory.ranks_of[unit].ranks > 1 for unit in group.held):
+                warnings.warn(errors.shards_added(group.name), stacklevel=2)
                 break
 
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import BARE
-from yafsdp_fn.params.one_state import must_be_constants
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked
@@ -61,6 +60,15 @@ def like_layer(stack: Sharded, tree: Tree) -> list[list[Tensor]] | None:
 #
 # def map_whole_layers(f, stack, *rest):
 #     return stack_of(f(layer, *others) for layer, *others in zip(stack, *rest))
+
+
+def must_be_constants(what: str, found: Sequence[Sharded]) -> None:
+    """Raises RuntimeError where gradients of these handles are asked for, which `what` would lose."""
+    if torch.is_grad_enabled() and any(leaf.requires_grad for handle in found for leaf in handle.leaves):
+        raise RuntimeError(
+            f"{what} in a loss: no gradient comes back through it. Compute with whole weights in ya.scan or ya.apply; "
+            "where they are to be constants, call it under torch.no_grad()"
+        )
 
 
 def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:

@@ -133,6 +133,11 @@ KEYWORDS = {
 """Keywords of torch's optimizers, of peft's LoraConfig, of Trainers, and axes of other libraries' meshes."""
 
 
+def renamed(function: str, keyword: str) -> TypeError:
+    """Returns the error for a call with a keyword of another library."""
+    return TypeError(f"{function}({keyword}=...): it is here {KEYWORDS[keyword]}=; help() says more")
+
+
 def with_hints(function: Function) -> Function:
     """Decorates a function: called with a keyword of another library, it raises TypeError with the name used here."""
 
@@ -140,7 +145,7 @@ def with_hints(function: Function) -> Function:
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in KEYWORDS.keys() & kwargs:
             if KEYWORDS[name] in function.__annotations__:
-                raise TypeError(f"{function.__name__}({name}=...): it is here {KEYWORDS[name]}=; help() says more")
+                raise renamed(function.__name__, name)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from yafsdp_fn.util.foreign_names import KEYWORDS
+from yafsdp_fn.util.foreign_names import KEYWORDS, renamed
 from yafsdp_fn.util.words import counted
 
 # stages x replicas x nodes x local ranks = all ranks of a mesh. A copy of a stage's part of the state is cut over
@@ -151,7 +151,7 @@ def check_inside(inside: Mapping[str, int]) -> None:
                 "stages), replicate and local; give yours another"
             )
         if KEYWORDS.get(name) in OUTSIDE:
-            raise TypeError(f"mesh({name}=...): it is here {KEYWORDS[name]}=; help() says more")
+            raise renamed("mesh", name)
         near = [] if name in known else difflib.get_close_matches(name, known, 1, 0.8)
         if near:
             raise TypeError(f"mesh({name}={size!r}): did you mean {near[0]}? If not, give your axis another name")
