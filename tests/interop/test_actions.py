@@ -286,6 +286,7 @@ REDUCED = ["0F0 0F1 0B0 0B1 0REDUCE_GRAD", "1F0 1B0 1F1 1B1 1REDUCE_GRAD"]
         (WEIGHTS, "1UNSHARD ", "", "weights", r"row 1, column 0 \(1F0\): .*no 1UNSHARD before it"),
         (REDUCED, " 0REDUCE_GRAD", "", "once", r"row 0, column 3 \(0B1\): .*never reduced; no 0REDUCE_GRAD after it"),
         (REDUCED, "1F0", "1REDUCE_GRAD 1F0", "reduce", r"row 1, column 0 \(1REDUCE_GRAD\): .*no gradient of segment 1"),
+        (REDUCED, "1F0", "0REDUCE_GRAD 1F0", "reduce", r"row 1, column 0 \(0REDUCE_GRAD\): .*no gradient of segment 0"),
         (
             V,
             "1F0 2F0",

@@ -137,19 +137,25 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
 
 
 def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], reductions: bool) -> Iterator[list[Op]]:
-    """Yields the ops of a row's actions: those before its first call, and those after each of its calls."""
+    """Yields the ops of a row's actions: those before its first call, and those after each of its calls. Raises Refused
+    where reductions are listed, and a gradient is not reduced once."""
     added: set[int] = set()  # units with a gradient that is not reduced
+    last: dict[int, Action] = {}  # segment -> the call that has added to its gradient last, and is not reduced
     left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
+    assert trace.split is not None and trace.stage is not None
+    own = trace.split.of(trace.stage)
     ops: list[Op] = []
     for action, segments in _there(actions):
         visits = [trace.visits[number] for number in _visits(trace, action.segment)]
+        trained = [unit for visit in visits for unit in visit.trained]
         if action.call is not None:
             yield ops
             ops = []
             if action.call.kind in ("backward", "weights"):
-                trained = [unit for visit in visits for unit in visit.trained]
                 added.update(trained)
                 left.subtract(trained)
+                if trained:
+                    last[action.segment] = action
         elif action.word == "UNSHARD":
             there = {unit for segment in segments for unit in units_of(trace, segment)}
             for visit in visits:
@@ -158,6 +164,9 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
                     ops.append(Gather(new, tuple(slots[unit] for unit in new)))
                 there.update(new)
         elif action.word == REDUCTION:
+            frozen = action.segment in own and not trained
+            if last.pop(action.segment, None) is None and not frozen:
+                action.refuse("reduce", f"there is no gradient of segment {action.segment} that is not reduced")
             for visit in reversed(visits):
                 ready = tuple(unit for unit in visit.trained if unit in added)
                 complete = tuple(unit for unit in ready if not left[unit])
@@ -166,19 +175,28 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
                     ops.append(Reduce(ready, ready))
                 if complete and trace.replicas > 1:
                     ops.append(AllReduce(complete))
-    yield ops + sums_over_stages(trace) * reductions
+    if reductions:
+        for segment, action in last.items():
+            action.refuse("once", f"what it adds to the gradient is never reduced; no {segment}REDUCE_GRAD after it")
+        ops += sums_over_stages(trace)
+    yield ops
 
 
 def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
     """Returns unit -> slot: segments that are there at the same time are in different ones, units of a size share
-    them."""
+    them. Raises Refused where a call has no weights."""
     assert trace.split is not None and trace.stage is not None
     beside: defaultdict[int, set[int]] = defaultdict(set)
     for action, there in _there(actions):
+        segment = action.segment
         if action.word == "UNSHARD":
-            beside[action.segment] |= there
-            for segment in there:
-                beside[segment].add(action.segment)
+            if segment in there:
+                action.refuse("weights", f"segment {segment} is there already")
+            beside[segment] |= there
+            for other in there:
+                beside[other].add(segment)
+        elif action.word in ("RESHARD", "F", "B", "I") and segment not in there:
+            action.refuse("weights", f"the weights of segment {segment} are not there; no {segment}UNSHARD before it")
     lane: dict[int, int] = {}
     for segment, others in beside.items():
         taken = {lane.get(other) for other in others}
@@ -277,10 +295,6 @@ def from_actions(
             return staged(forward_only, inside)(trace)
         _check_shape(split, actions)
         _check_calls(split, actions, trace)
-        if gathers:
-            _check_weights(actions)
-        if reductions:
-            _check_reductions(trace, split, actions)
         if not listed:
             return pipeline(trace, with_messages(split, [_calls(row) for row in actions]), as_listed)
         _check_flows(split)
@@ -325,32 +339,6 @@ def _calls(row: Sequence[Action]) -> list[Call]:
     return [action.call for action in row if action.call is not None]
 
 
-def _check_weights(rows: Sequence[Sequence[Action]]) -> None:
-    for row in rows:
-        for action, there in _there(row):
-            segment = action.segment
-            if action.word == "UNSHARD" and segment in there:
-                action.refuse("weights", f"segment {segment} is there already")
-            if action.word in ("RESHARD", "F", "B", "I") and segment not in there:
-                why = f"the weights of segment {segment} are not there; no {segment}UNSHARD before it"
-                action.refuse("weights", why)
-
-
-def _check_reductions(trace: Trace, split: Split, rows: Sequence[Sequence[Action]]) -> None:
-    trained = {split.segment(visit.id) for visit in trace.visits if visit.trained}
-    for row in rows:
-        added: dict[int, Action] = {}  # segment -> the call that has added to its gradient last
-        for action in row:
-            if action.segment not in trained:
-                continue
-            if action.word in ("B", "W"):
-                added[action.segment] = action
-            elif action.word == REDUCTION and added.pop(action.segment, None) is None:
-                action.refuse("reduce", f"there is no gradient of segment {action.segment} that is not reduced")
-        for segment, action in added.items():
-            action.refuse("once", f"what it adds to the gradient is never reduced; no {segment}REDUCE_GRAD after it")
-
-
 def _check_flows(split: Split) -> None:
     """Checks that the rows' messages are all there can be: they name those between neighbours."""
     for source, target, *_ in split.flows:
@@ -383,18 +371,18 @@ def _items(split: Split, row: Sequence[Action]) -> Iterator[Item]:
                 else:
                     kept.add(message)
             yield call
-        elif action.word in ("RECV_F", "RECV_B"):
-            for message in filter(split.crosses, split.taken_by(_of(split, action, calls))):
-                if message in come:
-                    action.refuse("flow", "it has been received already")
-                come[message] = action
-                yield Receive(message.flow, 0, message.microbatch, message.back)
         elif action.word in MESSAGES:
             own = _of(split, action, calls)
-            for message in filter(split.crosses, split.given_by(own)):
-                if made.pop(message, None) is None:
+            receives = action.word.startswith("RECV")
+            for message in filter(split.crosses, split.taken_by(own) if receives else split.given_by(own)):
+                if receives and message in come:
+                    action.refuse("flow", "it has been received already")
+                if receives:
+                    come[message] = action
+                elif made.pop(message, None) is None:
                     action.refuse("flow", f"there is nothing to send: no {written(own)} before it, or sent already")
-                yield Send(message.flow, 0, message.microbatch, message.back)
+                kind = Receive if receives else Send
+                yield kind(message.flow, 0, message.microbatch, message.back)
     for action in made.values():
         way = "SEND_F" if action.word == "F" else "SEND_B"
         action.refuse("flow", f"what it gives is never sent; no {action.segment}{way}{action.microbatch} after it")

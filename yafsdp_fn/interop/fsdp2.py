@@ -7,8 +7,8 @@
 A group is what one call of `fully_shard` gathers at once: a unit, or several.
 """
 
-import dataclasses
 import re
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
@@ -122,137 +122,30 @@ def program_of(
             "ya.schedules.remat.offload: fully_shard makes no copies of carries to the host; take remat.all or first(n)"
         )
     recompute = remat(trace)
-    dry = _Fsdp2Builder(trace, groups, prefetch, defer, hold)
-    for i in () if hold else range(len(trace.order)):
-        dry.gather(i)
-        dry.free(i)
-    builder = dataclasses.replace(dry, width=max(2, dry.most))
-    for i, now in enumerate(trace.order):
-        builder.gather(i)
-        builder.ops.append(op_of(now, trace, builder.slots, builder.grad_slots, recompute))
-        builder.free(i)
-        builder.reduce(i)
-    return Program(trace, (*builder.ops, *sums_over_stages(trace)))
-
-
-@dataclasses.dataclass
-class _Fsdp2Builder:
-    """The ops so far, and what is gathered.
-
-    width: slots, or sets of slots, that take turns; None: every unit has its own
-    most: of the groups that take turns, how many were gathered at once
-    """
-
-    trace: Trace
-    groups: list[WrappedUnits]
-    prefetch: int | None
-    defer: bool
-    hold: bool
-    width: int | None = None
-
-    def __post_init__(self) -> None:
-        trace = self.trace
-        # slots: of groups that their visits use as a whole, some take turns
-        self.of = {unit: number for number, group in enumerate(self.groups) for unit in group.units}
-        turns: list[tuple[int, ...]] = []
-        once: list[tuple[int, ...]] = []
-        for units, reshard in self.groups:
-            visits = [visit.units for visit in trace.visits if not {*units}.isdisjoint(visit.units)]
-            if all({*units} <= {*each} for each in visits):
-                turns += [units] * reshard
-                once += [units] * (len(visits) == 1)
-        self.turns = {unit for units in turns for unit in units}
-        self.most = 0
-        self.slots = own_slots(trace.units) if self.width is None else _in_turns(trace, turns, self.width)
-        self.grad_slots = own_slots(trace.units) if self.defer else _in_turns(trace, once, 2)
-        self.ops: list[Op] = []
-        # what is gathered, and what is not reduced
-        self.held: dict[int, int] = {}  # slot -> unit
-        self.unreduced: set[int] = set()  # units whose gradient slots hold something
-        # (group, microbatch, whether it is forward) -> the first compute on the group, and the last
-        self.begins: dict[tuple[int, int, bool], int] = {}
-        self.ends: dict[tuple[int, int, bool], int] = {}
-        self.written: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the last compute that writes its gradient
-        for i, now in enumerate(trace.order):
-            for unit in trace.visits[now.visit].units:
-                at = self.of[unit], now.microbatch, now.kind == "forward"
-                self.begins.setdefault(at, i)
-                self.ends[at] = i
-            self.written |= {(unit, now.microbatch): i for unit in writes_of(now, trace)}
-
-    # ---- around a compute
-
-    def gather(self, i: int) -> None:
-        """Gathers the groups of compute `i`, and those that are prefetched for it."""
-        # its own groups, and those that are gathered ahead where they begin
-        now, *after = self.trace.order[i : i + 2]
-        forward = now.kind == "forward"
-        own = dict.fromkeys(self.of[unit] for unit in reads_of(now, self.trace))
-        ahead: dict[int, None] = {}
-        for group in own:
-            if len(self.groups[group].units) > 1 and self.begins[group, now.microbatch, forward] != i:
-                continue  # its lists are of the module with all of its units, which is entered once
-            if self.prefetch is not None:
-                step = 1 if forward else -1
-                listed = [group + step * k for k in range(1, self.prefetch + 1)]
-                ahead |= dict.fromkeys(number for number in listed if 0 <= number < len(self.groups))
-            elif not forward:
-                following = [each for each in after if each.kind in ("backward", "inputs")]
-                ahead |= dict.fromkeys(self.of[unit] for each in following for unit in reads_of(each, self.trace))
-        # ahead only into slots that nothing of this compute is in
-        busy = {self.slots[unit] for unit in reads_of(now, self.trace)}
-        for group in own:
-            self._gather(group)
-        for group in ahead:
-            slots = {self.slots[unit] for unit in self.groups[group].units}
-            if group not in own and slots.isdisjoint(busy):
-                self._gather(group)
-                busy |= slots
-
-    def _gather(self, number: int) -> None:
-        """Gathers a group, unless all of it is there."""
-        units = self.groups[number].units
-        slots = tuple(self.slots[unit] for unit in units)
-        if any(self.held.get(slot) != unit for unit, slot in zip(units, slots, strict=True)):
-            self.ops.append(Gather(units, slots))
-            self.held.update(zip(slots, units, strict=True))
-            self.most = max(self.most, len({self.of[unit] for unit in self.turns.intersection(self.held.values())}))
-
-    def free(self, i: int) -> None:
-        """Frees the groups of compute `i`, after their forward or their last backward of the microbatch."""
-        now = self.trace.order[i]
-        forward = now.kind == "forward"
-        for number in {self.of[unit]: None for unit in self.trace.visits[now.visit].units}:
-            units = self.groups[number].units
-            last = self.ends[number, now.microbatch, forward] == i
-            if forward:
-                freed = self.groups[number].reshard and (last or len(units) == 1)
-            else:
-                freed = last and not (self.defer or self.hold)
-            if freed:
-                self.held = {slot: unit for slot, unit in self.held.items() if unit not in units}
-
-    def reduce(self, i: int) -> None:
-        """Reduces the groups whose gradients of a microbatch are complete after compute `i`.
-
-        Where a stage's segments take turns, a unit's next microbatch may have come before another unit's first: it is
-        reduced with the first, and the group's next reduction goes without it.
-        """
-        now = self.trace.order[i]
-        self.unreduced |= set(writes_of(now, self.trace))
-        for number in {self.of[unit]: None for unit in writes_of(now, self.trace)}:
-            units = tuple(unit for unit in self.groups[number].units if (unit, now.microbatch) in self.written)
-            if max(self.written[unit, now.microbatch] for unit in units) != i:
-                continue
-            complete = all(
-                self.written.get((unit, m), -1) <= i for unit in units for m in range(self.trace.microbatches)
-            )
-            if complete or not self.defer:
-                ready = tuple(unit for unit in units if unit in self.unreduced)
-                self.ops.append(Reduce(ready, tuple(self.grad_slots[unit] for unit in ready)))
-                self.unreduced -= {*ready}
-            if complete and self.trace.replicas > 1:
-                self.ops.append(AllReduce(units))
+    stays = defer or hold
+    # slots: of groups that their visits use as a whole, some take turns
+    turns: list[tuple[int, ...]] = []
+    once: list[tuple[int, ...]] = []
+    for units, reshard in groups:
+        visits = [visit.units for visit in trace.visits if not {*units}.isdisjoint(visit.units)]
+        if all({*units} <= {*each} for each in visits):
+            turns += [units] * reshard
+            once += [units] * (len(visits) == 1)
+    own = own_slots(trace.units)
+    width = 2
+    if not hold:
+        _, most = _gathers(trace, groups, own, turns, prefetch, stays)
+        width = max(width, most)
+    slots = _in_turns(trace, turns, width)
+    grad_slots = own if defer else _in_turns(trace, once, 2)
+    gathers, _ = _gathers(trace, groups, slots, turns, prefetch, stays)
+    reductions = _reductions(trace, groups, grad_slots, defer)
+    ops: list[Op] = []
+    for gathered, now, reduced in zip(gathers, trace.order, reductions, strict=True):
+        ops += gathered
+        ops.append(op_of(now, trace, slots, grad_slots, recompute))
+        ops += reduced
+    return Program(trace, (*ops, *sums_over_stages(trace)))
 
 
 def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[int, int]:
@@ -261,8 +154,7 @@ def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[i
     slots: dict[int, int] = {}
     for turn, units in enumerate(groups):
         by_size = sorted(units, key=lambda unit: -trace.units[unit].gather_bytes)
-        for place, unit in enumerate(by_size):
-            slots[unit] = place * width + turn % width
+        slots |= {unit: place * width + turn % width for place, unit in enumerate(by_size)}
     # a visit of several groups may have two units in one slot
     for visit in trace.visits:
         at = [slots[unit] for unit in visit.units if unit in slots]
@@ -273,3 +165,104 @@ def _in_turns(trace: Trace, groups: list[tuple[int, ...]], width: int) -> dict[i
     own = [unit.id for unit in trace.units if unit.id not in slots]
     first = max(slots.values(), default=-1) + 1
     return slots | {unit: first + at for at, unit in enumerate(own)}
+
+
+def _numbers(groups: list[WrappedUnits]) -> dict[int, int]:
+    """Returns unit -> the number of its group."""
+    return {unit: number for number, group in enumerate(groups) for unit in group.units}
+
+
+def _gathers(
+    trace: Trace,
+    groups: list[WrappedUnits],
+    slots: dict[int, int],
+    turns: list[tuple[int, ...]],
+    prefetch: int | None,
+    stays: bool,
+) -> tuple[list[list[Op]], int]:
+    """Returns the gathers before each compute, and how many groups in `turns` are gathered at once at most.
+
+    stays: none is freed after its backward
+    """
+    of = _numbers(groups)
+    # (group, microbatch, whether it is forward) -> the first compute on the group, and the last
+    begins: dict[tuple[int, int, bool], int] = {}
+    ends: dict[tuple[int, int, bool], int] = {}
+    for i, now in enumerate(trace.order):
+        for unit in trace.visits[now.visit].units:
+            at = of[unit], now.microbatch, now.kind == "forward"
+            begins.setdefault(at, i)
+            ends[at] = i
+    found: list[list[Op]] = []
+    most = 0
+    held: dict[int, int] = {}  # slot -> unit
+    for i, now in enumerate(trace.order):
+        # its own groups, and those that are gathered ahead where they begin
+        forward = now.kind == "forward"
+        reads = reads_of(now, trace)
+        wanted = list(dict.fromkeys(of[unit] for unit in reads))
+        ahead: list[int] = []
+        for group in wanted:
+            if len(groups[group].units) > 1 and begins[group, now.microbatch, forward] != i:
+                continue  # its lists are of the module with all of its units, which is entered once
+            if prefetch is not None:
+                step = 1 if forward else -1
+                listed = [group + step * k for k in range(1, prefetch + 1)]
+                ahead += [number for number in listed if 0 <= number < len(groups)]
+            elif not forward:
+                following = [each for each in trace.order[i + 1 : i + 2] if each.kind in ("backward", "inputs")]
+                ahead += [of[unit] for each in following for unit in reads_of(each, trace)]
+        # ahead only into slots that nothing of this compute is in
+        busy = {slots[unit] for unit in reads}
+        for group in ahead:
+            into = {slots[unit] for unit in groups[group].units}
+            if group not in wanted and into.isdisjoint(busy):
+                wanted.append(group)
+                busy |= into
+        # gathered, unless all of it is there
+        found.append([])
+        for group in wanted:
+            units = groups[group].units
+            if any(held.get(slots[unit]) != unit for unit in units):
+                found[i].append(Gather(units, tuple(slots[unit] for unit in units)))
+                held |= {slots[unit]: unit for unit in units}
+                most = max(most, sum(not {*units}.isdisjoint(held.values()) for units in turns))
+        # freed, after their forward or their last backward of the microbatch
+        for group in {of[unit] for unit in trace.visits[now.visit].units}:
+            units, reshard = groups[group]
+            last = ends[group, now.microbatch, forward] == i
+            freed = reshard and (last or len(units) == 1) if forward else last and not stays
+            if freed:
+                held = {slot: unit for slot, unit in held.items() if unit not in units}
+    return found, most
+
+
+def _reductions(
+    trace: Trace, groups: list[WrappedUnits], grad_slots: dict[int, int], defer: bool
+) -> Iterator[list[Op]]:
+    """Yields the reductions after each compute: of the groups whose gradients of a microbatch are complete.
+
+    Where a stage's segments take turns, a unit's next microbatch may have come before another unit's first: it is
+    reduced with the first, and the group's next reduction goes without it.
+    """
+    of = _numbers(groups)
+    last: dict[tuple[int, int], int] = {}  # (unit, microbatch) -> the last compute that writes its gradient
+    for i, now in enumerate(trace.order):
+        last |= {(unit, now.microbatch): i for unit in writes_of(now, trace)}
+    unreduced: set[int] = set()  # units whose gradient slots hold something
+    for i, now in enumerate(trace.order):
+        written = writes_of(now, trace)
+        unreduced |= {*written}
+        ops: list[Op] = []
+        for group in dict.fromkeys(of[unit] for unit in written):
+            units = tuple(unit for unit in groups[group].units if (unit, now.microbatch) in last)
+            if max(last[unit, now.microbatch] for unit in units) != i:
+                continue
+            complete = all(last.get((unit, m), -1) <= i for unit in units for m in range(trace.microbatches))
+            if complete or not defer:
+                ready = tuple(unit for unit in units if unit in unreduced)
+                ops.append(Reduce(ready, tuple(grad_slots[unit] for unit in ready)))
+                unreduced -= {*ready}
+            if complete and trace.replicas > 1:
+                ops.append(AllReduce(units))
+        yield ops

@@ -129,25 +129,22 @@ class _StageCalls:
             self.own[call.segment].append(at)
         self.units = {segment: units_of(program.trace, segment) for segment in self.own}
 
-    def row(self) -> Iterator[str]:
-        """Yields the actions in order: sends, reductions and frees, gathers, receives."""
-        weights: defaultdict[int, list[str]] = defaultdict(list)
-        for segment, at in self._reductions():
-            weights[at].append(f"{segment}{REDUCTION}")
-        for segment, _, end in self.stays:
-            weights[end].append(f"{segment}RESHARD")
-        for segment, first, _ in self.stays:
-            weights[first].append(f"{segment}UNSHARD")
-        messages: defaultdict[int, list[str]] = defaultdict(list)
-        for at, message in self._messages():
-            messages[at].append(message)
-        for at in range(len(self.calls) + 1):
-            here = messages[at]
-            sent = max((n + 1 for n, message in enumerate(here) if "SEND" in message), default=0)
-            yield from here[:sent]
-            yield from weights[at]
-            yield from here[sent:]
-            yield from map(written, self.calls[at : at + 1])
+    def row(self) -> list[str]:
+        """Returns the actions in order: before each call sends, reductions, frees, gathers and receives."""
+        # the call that each is before, and its turn there
+        found = [(at, 5, written(call)) for at, call in enumerate(self.calls)]
+        found += [(at, 1, f"{segment}{REDUCTION}") for segment, at in self._reductions()]
+        for segment, first, end in self.stays:
+            found += [(end, 2, f"{segment}RESHARD"), (first, 3, f"{segment}UNSHARD")]
+        last_send: dict[int, int] = {}
+        messages = list(self._messages())
+        for number, (at, message) in enumerate(messages):
+            if "SEND" in message:
+                last_send[at] = number
+        # messages stay in their order: a receive before a send goes with it
+        for number, (at, message) in enumerate(messages):
+            found.append((at, 0 if number <= last_send.get(at, -1) else 4, message))
+        return [action for *_, action in sorted(found, key=lambda each: each[:2])]
 
     def _messages(self) -> Iterator[tuple[int, str]]:
         """Yields sends and receives, each with the call that it is before: what is issued inside of one is after it."""
