@@ -29,6 +29,7 @@ from benchmarks.emulated.lanes import Collective, Lane
 from yafsdp_fn.communication.groups import EMULATED
 from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
 
+CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
 _ProcessGroup: Any = dist.ProcessGroup  # its declared types differ from version to version
 
 
@@ -48,7 +49,8 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
         # torch asks the backend of a device for names and options, never for a collective that is defined here
         beneath = c10d.FakeProcessGroup._create_internal(rank, len(members))
         for device in ("cpu", "cuda"):
-            self._register_backend(torch.device(device), dist.ProcessGroup.BackendType.CUSTOM, beneath)
+            self._register_backend(torch.device(device), CUSTOM, beneath)
+        self._set_default_backend(CUSTOM)  # torch 2.15 asks it for the group's name
 
     def getBackendName(self) -> str:
         return EMULATED
