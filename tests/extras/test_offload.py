@@ -181,8 +181,13 @@ def test_late_copies_would_show_a_missing_wait(mesh: Any) -> None:
     """Where nobody waits for anybody, numbers change."""
     _, expected = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
     with without_waits(), delayed({"offload": (1.0, 0.05)}, seed=0):  # longer than a busy machine holds a thread up
-        _, found = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
-        communicators(mesh).drain()
+        try:
+            _, found = train(mesh, CASES["base"], zero3(remat=remat.offload()), 1)
+        except RuntimeError as error:  # or not: the copy came between a forward and its backward, and torch saw it
+            assert "modified by an inplace operation" in str(error)
+            return
+        finally:
+            communicators(mesh).drain()
     pairs = zip(optree.tree_leaves(found), optree.tree_leaves(expected), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)
 

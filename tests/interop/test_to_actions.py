@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
+from torch.distributed.pipelining.schedules import _ComputationType, _PipelineScheduleRuntime
 
 from tests.interop.test_actions import FAMILIES, MESSAGES, listed, rows_of, trace_for
 from tests.program.traces import cut, model, on
@@ -40,6 +40,8 @@ ORDERS: list[tuple[Any, tuple[int, ...]]] = [
     (interleaved, (0, 1, 0, 1)),
     (v_shaped, (0, 1, 1, 0)),
 ]
+WAITS = hasattr(_ComputationType, "WAIT_SEND_F")
+"""Whether this torch has them: from 2.15 on."""
 INSIDE = [zero1(), zero2(), zero3(), zero3(resident=2, remat="all"), zero3(defer=True, prefetch=3)]
 
 
@@ -73,7 +75,8 @@ def test_torchs_rows_come_back(family: str) -> None:
     for stages in (2, 3, 4) if EVERY else (3,):
         rows = loaded(rows_of(family, stages, 2 * stages, True))
         rows = [[part for each in row for part in re.sub(r"[()]|OVERLAP_F_B", "", each).split(";")] for row in rows]
-        found = to_actions(from_actions(rows)(trace_for(family, stages, 2 * stages)), "compute_comms").rows
+        program = from_actions(rows)(trace_for(family, stages, 2 * stages))
+        found = to_actions(program, "compute_comms", waits=WAITS).rows
         for mine, theirs in zip(found, rows, strict=True):
             for messages in (True, False):
                 one, other = (
@@ -85,14 +88,17 @@ def test_torchs_rows_come_back(family: str) -> None:
 def test_torch_loads_the_rows(tmp_path: Path) -> None:
     """Its parser and its checks, without ranks."""
     for of in ("compute_only", "compute_comms"):
-        actions = to_actions(v_shaped()(traced((0, 1, 1, 0))), of)
+        whole = of == "compute_comms"
+        actions = to_actions(v_shaped()(traced((0, 1, 1, 0))), of, waits=WAITS and whole)
         actions.save(tmp_path / "rows.csv")
         runtime: Any = object.__new__(_PipelineScheduleRuntime)
         runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches, runtime._stages = 2, 4, 3, []
         runtime._defer_pp_recv, runtime.pipeline_order = False, {}
+        runtime._max_active_stages, runtime._unshard_lookahead = 3, "full"
+        runtime._defer_reduce_grad_wait, runtime._max_outstanding_sends = False, None
         runtime._load_csv(tmp_path / "rows.csv", of)
         assert runtime.stage_index_to_group_rank == {0: 0, 1: 1, 2: 1, 3: 0}
-        if of == "compute_comms":
+        if whole:
             assert loaded(runtime.pipeline_order_with_comms.values()) == [list(row) for row in actions.rows]
 
 
@@ -109,6 +115,22 @@ def test_the_whole_text() -> None:
         "not in the rows: reductions in each microbatch on stage 0, up to 2 of a unit: REDUCE_GRAD is there once",
         "not in the rows: reductions in each microbatch on stage 1, up to 2 of a unit: REDUCE_GRAD is there once",
     ]
+
+
+def test_rows_with_waits() -> None:
+    """An activation has come when its gradient does, a gradient at the end of the row; and no program has waits."""
+    trace = traced((0, 1), 2)
+    program = one_f_one_b(zero2())(trace)
+    found = to_actions(program, "compute_comms", waits=True)
+    assert str(found).splitlines()[:2] == [
+        "rank 0: 0UNSHARD 0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B0 0B0 0WAIT_SEND_F0 0RECV_B1 0B1 0WAIT_SEND_F1 "
+        "0REDUCE_GRAD 0WAIT_REDUCE_GRAD 0RESHARD",
+        "rank 1: 1UNSHARD 1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1 "
+        "1REDUCE_GRAD 1WAIT_REDUCE_GRAD 1RESHARD 1WAIT_SEND_B0 1WAIT_SEND_B1",
+    ]
+    assert from_actions(found.rows)(trace) == from_actions(to_actions(program, "compute_comms").rows)(trace)
+    with pytest.raises(ValueError, match="rows of computes have none"):
+        to_actions(program, waits=True)
 
 
 def test_what_rows_cannot_say_is_named() -> None:

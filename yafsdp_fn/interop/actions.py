@@ -27,6 +27,7 @@ from yafsdp_fn.schedules.builders import Schedule
 #     0UNSHARD  0RESHARD        a segment's weights are gathered, and let go
 #     0REDUCE_GRAD              its gradient is reduced
 #     (0F3;1B0)OVERLAP_F_B      both of them
+#     0WAIT_SEND_F2  0WAIT_REDUCE_GRAD      from torch 2.15 on: left out, since an op's waits follow from its buffers
 #
 # A row is a stage's (torch's rank). Empty actions are left out; errors name row and column as they were given.
 
@@ -35,7 +36,10 @@ LETTERS = {kind: letter for letter, kind in KINDS.items()}
 MESSAGES = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 WEIGHTS = ("UNSHARD", "RESHARD")
 REDUCTION = "REDUCE_GRAD"
-ACTION = re.compile(rf"(\d+)(?:({'|'.join([*WEIGHTS, REDUCTION])})|({'|'.join([*MESSAGES, *KINDS])})(\d+))")
+WAIT = "WAIT_"
+OF_SEGMENTS = (*WEIGHTS, REDUCTION, WAIT + REDUCTION)
+OF_MICROBATCHES = (*MESSAGES, WAIT + "SEND_F", WAIT + "SEND_B", *KINDS)
+ACTION = re.compile(rf"(\d+)(?:({'|'.join(OF_SEGMENTS)})|({'|'.join(OF_MICROBATCHES)})(\d+))")
 BOTH = re.compile(r"\((.*)\)OVERLAP_F_B")
 
 
@@ -100,7 +104,9 @@ def _read(item: Any, row: int, column: int) -> Iterable[Action]:
                 f"row {row}, column {column}: {part!r}: expected an action, such as 2F0 (segment 2, microbatch 0), "
                 "2B0, 2I0, 2W0, 2SEND_F0, 2RECV_B0, 2UNSHARD, 2RESHARD, 2REDUCE_GRAD or (2F1;3B0)OVERLAP_F_B"
             )
-        yield Action(found[2] or found[3], int(found[1]), int(found[4] or -1), row, column)
+        word = found[2] or found[3]
+        if not word.startswith(WAIT):
+            yield Action(word, int(found[1]), int(found[4] or -1), row, column)
 
 
 # ---- A stage's program with its gathers, or its reductions, where a row of actions has them, in place of its own.

@@ -10,6 +10,7 @@ for each stage:
         a segment's weights, from its first gather on         0UNSHARD ... 0RESHARD
         its gradients, once they are complete                 0REDUCE_GRAD
         its messages, as the program issues them              0SEND_F0 1RECV_F0
+        for torch 2.15: when a send or a reduction must be done    0WAIT_SEND_F0 0WAIT_REDUCE_GRAD
 """
 
 import csv
@@ -20,7 +21,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from yafsdp_fn.interop.actions import REDUCTION, Action, read_rows, units_of, written
+from yafsdp_fn.interop.actions import REDUCTION, WAIT, Action, read_rows, units_of, written
 from yafsdp_fn.pipelines.messages import in_calls
 from yafsdp_fn.pipelines.orders import split_of
 from yafsdp_fn.program.events import StageEvent, play
@@ -58,11 +59,13 @@ class Actions(NamedTuple):
         return "\n".join([*rows, *[f"not in the rows: {line}" for line in self.left_out]])
 
 
-def to_actions(program: Program, format: Format = "compute_only") -> Actions:
+def to_actions(program: Program, format: Format = "compute_only", *, waits: bool = False) -> Actions:
     """Writes a program of stages as torch's actions: a segment is a stage of torch's, a stage is its rank.
 
     format: "compute_only", which torchtitan loads, or "compute_comms", with SEND, RECV, UNSHARD, RESHARD and
         REDUCE_GRAD, for `_load_csv(path, "compute_comms")`
+    waits: rows with messages also have WAIT_SEND and WAIT_REDUCE_GRAD, which torch 2.15 asks for, and 2.14 does not
+        know
 
     A segment is gathered as a whole, and reduced once, after its last backward, since torch knows no smaller part of
     it; its weights stay until the last call before they are gathered again, with halves of weights, which torch runs on
@@ -80,6 +83,9 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
     """
     if format not in ("compute_only", "compute_comms"):
         raise ValueError(f"to_actions: format={format!r}: expected 'compute_only' or 'compute_comms'")
+    whole = format == "compute_comms"
+    if waits and not whole:
+        raise ValueError("to_actions: waits=True: rows of computes have none; expected format='compute_comms'")
     split = split_of(program.trace)
     if not program.trace.trains:
         raise ValueError("to_actions: the step is of forwards alone; torch's runtime takes rows of a training step")
@@ -90,8 +96,7 @@ def to_actions(program: Program, format: Format = "compute_only") -> Actions:
     last = calls_of(split, home, parts[home])
     taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == end]
     stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]
-    whole = format == "compute_comms"
-    rows = tuple(tuple(stage.row() if whole else map(written, stage.calls)) for stage in stages)
+    rows = tuple(tuple(stage.row(waits) if whole else map(written, stage.calls)) for stage in stages)
     of_communication = _of_communication(stages, rows) if whole else [BY_TORCH]
     renamed = [f"numbers of microbatches: here they are in the order of losses, {taken}"] * (taken != sorted(taken))
     return Actions(rows, (*renamed, *_left_out(program), *of_communication))
@@ -114,11 +119,12 @@ def _check_neighbours(split: Split) -> None:
 class _StageCalls:
     """The calls of one stage, and its ops with their places among them.
 
-    units: of each of its segments; own: segment -> its calls, by number
+    number: of the stage; units: of each of its segments; own: segment -> its calls, by number
     """
 
     def __init__(self, split: Split, number: int, program: Program, taken: list[int]) -> None:
         self.split = split
+        self.number = number
         self.program = program
         self.taken = taken
         calls = calls_of(split, number, program)
@@ -129,24 +135,29 @@ class _StageCalls:
             self.own[call.segment].append(at)
         self.units = {segment: units_of(program.trace, segment) for segment in self.own}
 
-    def row(self) -> list[str]:
+    def row(self, waits: bool) -> list[str]:
         """Returns the actions in order: before each call sends, reductions, frees, gathers and receives."""
         # the call that each is before, and its turn there
         found = [(at, 5, written(call)) for at, call in enumerate(self.calls)]
-        found += [(at, 1, f"{segment}{REDUCTION}") for segment, at in self._reductions()]
+        for segment, at in self._reductions():
+            found.append((at, 1, f"{segment}{REDUCTION}"))
+            if waits:
+                found.append((at, 1, f"{segment}{WAIT}{REDUCTION}"))
         for segment, first, end in self.stays:
             found += [(end, 2, f"{segment}RESHARD"), (first, 3, f"{segment}UNSHARD")]
         last_send: dict[int, int] = {}
         messages = list(self._messages())
         for number, (at, message) in enumerate(messages):
-            if "SEND" in message:
+            if "SEND" in message.word:
                 last_send[at] = number
+                if waits:
+                    found.append((self._received(message), 6, str(message._replace(word=WAIT + message.word))))
         # messages stay in their order: a receive before a send goes with it
         for number, (at, message) in enumerate(messages):
-            found.append((at, 0 if number <= last_send.get(at, -1) else 4, message))
+            found.append((at, 0 if number <= last_send.get(at, -1) else 4, str(message)))
         return [action for *_, action in sorted(found, key=lambda each: each[:2])]
 
-    def _messages(self) -> Iterator[tuple[int, str]]:
+    def _messages(self) -> Iterator[tuple[int, Action]]:
         """Yields sends and receives, each with the call that it is before: what is issued inside of one is after it."""
         for op, at, inside, _ in self.ops:
             if isinstance(op, MessageOp):
@@ -154,7 +165,16 @@ class _StageCalls:
                 receives = isinstance(op, Receive)
                 end = flow.target if receives != op.back else flow.source
                 word = ("RECV" if receives else "SEND") + ("_B" if op.back else "_F")
-                yield at + inside, f"{end}{word}{self.taken.index(op.microbatch)}"
+                yield at + inside, Action(word, end, self.taken.index(op.microbatch), self.number, at)
+
+    def _received(self, send: Action) -> int:
+        """Returns the call after which the other rank has received: the backward whose gradient answers an activation;
+        nothing answers a gradient, so the end of the row."""
+        for at in self.own[send.segment]:
+            call = self.calls[at]
+            if send.word == "SEND_F" and call.microbatch == send.microbatch and call.kind in ("backward", "inputs"):
+                return at
+        return len(self.calls)
 
     def _reductions(self) -> Iterator[tuple[int, int]]:
         """Yields segments, each with the call before which its gradients are reduced: after the last reduction of its

@@ -26,6 +26,7 @@ from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 import yafsdp_fn as ya
 from tests.harness.pool import Pools
 from tests.harness.unlike import Model
+from tests.interop.test_to_actions import WAITS
 from tests.program.traces import cut, model
 from tests.steps.test_written import WEAK
 from yafsdp_fn import schedules as s
@@ -223,7 +224,7 @@ def cases_of(folder: Path, stages: int, names: set[str] | None, formats: tuple[A
         if names is not None and name not in names:
             continue
         path = folder / f"{name}-{stages}-{of}.csv"
-        actions = s.to_actions(program, of)
+        actions = s.to_actions(program, of, waits=WAITS and of == "compute_comms")
         actions.save(path)
         assert not any("wait for ever" in line for line in actions.left_out)
         words = Counter(f"{rank} {word.lstrip('0123456789')}" for rank, row in enumerate(actions.rows) for word in row)
