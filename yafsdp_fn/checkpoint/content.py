@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +21,11 @@ from yafsdp_fn.util import disk
 from yafsdp_fn.util.mesh_axes import ALIGN
 from yafsdp_fn.util.schema import Limits, typed
 
-# ---- `ShardSlice`: one rank's slice of a flat vector.
+# ---- The tensors of a state by key: leaves that are the same on every rank, and slices of flat vectors.
+#
+# params.layers               a slice [L, N]     one per group of units; [N] where it has a single unit
+# opt_state.1.0.mu.layers     a slice [L, N]     the optimizer's trees, the same cuts
+# opt_state.1.0.count         a 0-dim tensor     the same on every rank, written once
 #
 #     whole tensor   [L, N]  (or [N])                 N: elements of a unit, without the padding of any world size
 #     this rank's    [:, a:b], one slice: offsets (0, a), sizes (L, b - a); nothing if a >= N
@@ -29,74 +33,6 @@ from yafsdp_fn.util.schema import Limits, typed
 #     if split       [P, L, N], N elements of one of P parts; this rank's [p:p+1, :, a:b]
 #
 # Each rank writes its own slices; tensors.py reads any other cut of them.
-
-
-class ShardSlice:
-    """A tensor of the whole shape, of which only `shard` is here, this rank's part of the last axis.
-
-    shard: [L here, n] or [n], without padding; shape: (L, N) or (N,), or with the parts in front, if the unit is split
-        over axes; start: a
-    """
-
-    def __init__(self, shard: Tensor, entry: Entry, group: Group, ranks: Ranks) -> None:
-        self.entry = entry
-        self.group = group
-        self.ranks = ranks
-        self.dtype = shard.dtype
-        self.shape = _shape_of(group, len(group.units) if entry.stacked(group) else None)
-        n = shard.shape[-1]
-        numel = self.shape[-1]
-        start = ranks.without(group.over).rank * n
-        self.start = min(start, numel)
-        self.shard = shard.narrow(-1, 0, min(start + n, numel) - self.start)
-
-    def parts(self, *, saved: bool) -> dict[tuple[int, ...], Tensor]:
-        """Returns the pieces of this slice by their offsets in the whole: one for each run of neighbouring layers that
-        are here, or a single one of a leaf outside stacks.
-
-        saved: only what this stage saves
-        """
-        group = self.group
-        found: dict[tuple[int, ...], Tensor] = {}
-        if self.entry.stacked(group):
-            for rows in self._runs(group.counted if saved else range(len(group.here))):
-                first = rows[0]
-                found[group.here[first], self.start] = self.shard.narrow(0, first, len(rows))
-        elif group.counted or not saved:
-            found[(self.start,)] = self.shard
-        if not group.axes:
-            return found
-        subgroups = self.ranks.subgroups(across=group.over)
-        part = next(number for number, members in enumerate(subgroups) if self.ranks.rank in members)
-        return {(part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
-
-    def _runs(self, rows: Iterable[int]) -> list[list[int]]:
-        """Returns rows in runs whose layers follow each other."""
-        layer = self.group.here
-        runs: list[list[int]] = []
-        for row in rows:
-            if runs and layer[row] == layer[runs[-1][-1]] + 1:
-                runs[-1].append(row)
-            else:
-                runs.append([row])
-        return runs
-
-
-Content = ShardSlice | Tensor
-"""A slice of a flat vector, or a tensor that is the same on every rank."""
-
-
-def parts(content: Content, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
-    """Returns this rank's parts of a content, by their offsets in the whole tensor. saved: only what this stage
-    saves"""
-    return content.parts(saved=saved) if isinstance(content, ShardSlice) else {(0,) * content.ndim: content}
-
-
-# ---- Lists the tensors of a state's checkpoint by key, and checks that a checkpoint fits a state.
-#
-# params.layers               a ShardSlice [L, N]     one per group of units; [N] where it has a single unit
-# opt_state.1.0.mu.layers     a ShardSlice [L, N]     the optimizer's trees, the same cuts
-# opt_state.1.0.count         a 0-dim tensor   the same on every rank, written once
 
 Description = dict[str, Any]
 """A tensor in JSON:
@@ -110,25 +46,124 @@ Description = dict[str, Any]
     align     of units that are cut between blocks of formats: elements at whose multiples leaves begin
 """
 
+Read = Callable[[str, Tensor, tuple[int, ...]], None]
+"""Fills a tensor from that place in what was saved under a key."""
 
-def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
-    """Returns `({key: ShardSlice or tensor}, {key: description})` of a sharded tree; the tensors share its memory."""
-    out: dict[str, Content] = {}
-    described: dict[str, Description] = {}
+
+class Units(NamedTuple):
+    """Units whose shards a tensor has: their group, its entry, and the ranks among which they are cut."""
+
+    entry: Entry
+    group: Group
+    ranks: Ranks
+
+
+class SavedLeaf(NamedTuple):
+    """A leaf as it was saved: the key of its group, the group, its layers (None of [N]), and the leaf's number
+    there."""
+
+    key: str
+    group: Group
+    layers: int | None
+    number: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape in which its group was saved."""
+        return _shape_of(self.group, self.layers)
+
+
+class Content(NamedTuple):
+    """A tensor of a state.
+
+    tensor: the same on every rank, or, with `units`, this rank's shards of them, [L here, n] or [n]
+    leaves: those of its units as they were saved, if it is to be read and they were split otherwise, over other axes or
+        over none, or with other leaves in a unit
+    """
+
+    key: str
+    tensor: Tensor
+    description: Description
+    units: Units | None = None
+    leaves: tuple[SavedLeaf, ...] = ()
+
+    def parts(self, *, saved: bool = False) -> dict[tuple[int, ...], Tensor]:
+        """Returns this rank's parts by their offsets in the whole tensor: of a stack, one for each run of neighbouring
+        layers that are here. saved: only what this stage saves"""
+        if self.units is None:
+            return {(0,) * self.tensor.ndim: self.tensor}
+        # its elements of each unit, without padding
+        entry, group, ranks = self.units
+        numel = group.layout.numel
+        n = self.tensor.shape[-1]
+        start = min(numel, ranks.without(group.over).rank * n)
+        shard = self.tensor.narrow(-1, 0, min(n, numel - start))
+        found: dict[tuple[int, ...], Tensor] = {}
+        if entry.stacked(group):
+            rows = group.counted if saved else tuple(range(len(group.here)))
+            layers = [group.here[row] for row in rows]
+            begins = [at for at in range(len(rows)) if at == 0 or layers[at] != layers[at - 1] + 1]
+            for begin, end in itertools.pairwise([*begins, len(rows)]):
+                found[layers[begin], start] = shard.narrow(0, rows[begin], end - begin)
+        elif group.counted or not saved:
+            found[(start,)] = shard
+        if not group.axes:
+            return found
+        subgroups = ranks.subgroups(across=group.over)
+        part = next(number for number, members in enumerate(subgroups) if ranks.rank in members)
+        return {(part, *offsets): run.unsqueeze(0) for offsets, run in found.items()}
+
+    def reads(self) -> dict[str, tuple[int, ...]]:
+        """Returns the keys of what it is read from, and the shapes in which that was saved."""
+        if self.leaves:
+            return {leaf.key: leaf.shape for leaf in self.leaves}
+        if self.units is None:
+            return {self.key: tuple(self.tensor.shape)}
+        return {self.key: _shape_of(self.units.group, self.description["layers"])}
+
+    def fill(self, read: Read) -> None:
+        """Fills this rank's parts, or its shards from whole leaves, of one layer at a time."""
+        if self.units is not None and self.leaves:
+            sources = [partial(_whole, leaf, self.tensor, read) for leaf in self.leaves]
+            fill_group(self.tensor, *self.units, sources)
+            return
+        for offsets, target in self.parts().items():
+            read(self.key, target.detach(), offsets)
+
+
+def _whole(leaf: SavedLeaf, like: Tensor, read: Read, layer: int | None) -> Tensor:
+    """Returns a whole leaf, of one layer, from the places of its parts in what was saved."""
+    layout = leaf.group.layout
+    number = leaf.number
+    place = [layout.offsets[number]] if leaf.layers is None else [layer or 0, layout.offsets[number]]
+    places = [tuple(place)]
+    if leaf.group.axes:
+        places = [(part, *place) for part in range(leaf.shape[0])]
+    pieces = []
+    for at in places:
+        piece = like.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
+        read(leaf.key, piece, at)
+        pieces.append(piece.view(layout.shapes[number]))
+    found = leaf.group.joined(number, pieces)
+    return found if leaf.layers is not None or layer is None else found[layer]  # of a pinned one: it has all layers
+
+
+def contents(tree: Tree) -> list[Content]:
+    """Returns the tensors of a sharded tree, which share its memory."""
+    out: list[Content] = []
     for accessor, node in handles_and_leaves(tree):
         path = dotted(accessor)
         if isinstance(node, Sharded):
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                out[key] = ShardSlice(shard, node.entry, group, node.owner.comms)
-                described[key] = _described(node.entry, group, shard)
+                units = Units(node.entry, group, node.owner.comms)
+                out.append(Content(key, shard, _described(node.entry, group, shard), units))
         elif isinstance(node, Tensor):
-            out[path] = node
-            described[path] = {"dtype": str(node.dtype), "shape": list(node.shape)}
+            out.append(Content(path, node, {"dtype": str(node.dtype), "shape": list(node.shape)}))
         else:
             raise TypeError(f"{path}: a state holds tensors, got {type(node).__name__}; checkpoints keep tensors only")
-    return out, described
+    return out
 
 
 def _described(entry: Entry, group: Group, shard: Tensor) -> Description:
@@ -153,82 +188,30 @@ def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
     return *parts, *of_layers, group.layout.numel
 
 
-class SavedLeaf(NamedTuple):
-    """A leaf as it was saved: the key of its group, the group, its layers (None of [N]), and the leaf's number
-    there."""
-
-    key: str
-    group: Group
-    layers: int | None
-    number: int
+# ---- Checks that a checkpoint fits a state, and finds where its leaves are.
 
 
-Read = Callable[[str, Tensor, tuple[int, ...]], None]
-"""Fills a tensor from that place in what was saved under a key."""
-
-
-class Recut(NamedTuple):
-    """A slice of units that were saved split otherwise, over other axes or over none, or with other leaves in a unit.
-
-    slice: to be filled; leaves: those of its group
-    """
-
-    slice: ShardSlice
-    leaves: tuple[SavedLeaf, ...]
-
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes in which the groups of the leaves were saved."""
-        return {leaf.key: _shape_of(leaf.group, leaf.layers) for leaf in self.leaves}
-
-    def fill(self, read: Read) -> None:
-        """Fills the slice from whole leaves, of one layer at a time."""
-        shard = self.slice.shard
-        group = self.slice.group
-        ranks = self.slice.ranks
-        n = group.layout.shard_numel(ranks.without(group.over).ranks)
-        row = shard.new_empty(*shard.shape[:-1], n)  # the slice ends before padding
-        sources = [partial(self._whole, read, leaf) for leaf in self.leaves]
-        fill_group(row, self.slice.entry, group, ranks, sources)
-        shard.copy_(row.narrow(-1, 0, shard.shape[-1]))
-
-    def _whole(self, read: Read, leaf: SavedLeaf, layer: int | None) -> Tensor:
-        """Returns a whole leaf, of one layer, from the places of its parts in what was saved."""
-        layout = leaf.group.layout
-        number = leaf.number
-        place = [layout.offsets[number]] if leaf.layers is None else [layer or 0, layout.offsets[number]]
-        places = [tuple(place)]
-        if leaf.group.axes:
-            places = [(part, *place) for part in range(self.shapes[leaf.key][0])]
-        pieces = []
-        for at in places:
-            piece = self.slice.shard.new_empty(*[1] * (len(at) - 1), layout.sizes[number])
-            read(leaf.key, piece, at)
-            pieces.append(piece.view(layout.shapes[number]))
-        found = leaf.group.joined(number, pieces)
-        return found if leaf.layers is not None or layer is None else found[layer]  # of a pinned one: it has all layers
-
-
-def recuts(
-    tensors: dict[str, Content], saved: dict[str, Description], wanted: dict[str, Description], where: str
-) -> dict[str, Recut]:
-    """Returns how to read the tensors that were saved split or grouped otherwise, of descriptions that `check` has
-    accepted."""
+def found_in(saved: dict[str, Description], wanted: Iterable[Content], where: str) -> list[Content]:
+    """Returns the contents of a state as they are read from the checkpoint at `where`. Raises CheckpointError unless it
+    has exactly their leaves."""
     there = _by_leaf(saved, where)
-    out = {}
-    for key, tensor in tensors.items():
-        if not isinstance(tensor, ShardSlice) or (key in saved and _lies(saved[key]) == _lies(wanted[key])):
+    _check(there, saved, {each.key: each.description for each in wanted}, where)
+    found = []
+    for each in wanted:
+        key, _, described, units, _ = each
+        if units is None or (key in saved and _lies(saved[key]) == _lies(described)):
+            found.append(each)
             continue
         leaves = []
         try:
-            for name in wanted[key]["leaves"]:
+            for name in described["leaves"]:
                 at, _ = there[handle_of(key), name]
-                group = _group_of(saved[at], tensor.group)
+                group = _group_of(saved[at], units.group)
                 leaves.append(SavedLeaf(at, group, saved[at].get("layers"), group.layout.names.index(name)))
         except (ValueError, TypeError, AttributeError, KeyError, ZeroDivisionError) as error:
             raise CheckpointError(f"{where}: {key}: how it was split cannot be: {error}") from error
-        out[key] = Recut(tensor, tuple(leaves))
-    return out
+        found.append(each._replace(leaves=tuple(leaves)))
+    return found
 
 
 def _lies(described: Description) -> tuple[Any, ...]:
@@ -274,10 +257,14 @@ ANOTHER_OPTIMIZER = (
 )
 
 
-def check(saved: dict[str, Description], wanted: dict[str, Description], where: str) -> None:
-    """Raises CheckpointError unless the checkpoint at `where` has exactly the leaves that the state needs, naming the
-    first difference."""
-    have = _by_leaf(saved, where)
+def _check(
+    have: Mapping[tuple[str, str], tuple[str, str]],
+    saved: dict[str, Description],
+    wanted: dict[str, Description],
+    where: str,
+) -> None:
+    """Raises CheckpointError unless `have`, the leaves of `saved`, are those of `wanted`, naming the first
+    difference."""
     want = _by_leaf(wanted, where)
     handles = {handle for handle, _ in have}
     for (handle, leaf), (key, form) in want.items():
@@ -338,28 +325,18 @@ def deeper_than(most: int, value: Any) -> bool:
     return bool(level)
 
 
-def to_json(manifest: Manifest) -> str:
-    return json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1)
-
-
 def write(folder: Path, manifest: Manifest) -> None:
-    disk.write(folder / MANIFEST, to_json(manifest).encode())
+    text = json.dumps({"format": FORMAT, **manifest._asdict()}, indent=1)
+    disk.write(folder / MANIFEST, text.encode())
 
 
 def read(folder: Path) -> Manifest:
     """Reads the manifest in a checkpoint's folder. Raises CheckpointError, naming the file and the field."""
     path = folder / MANIFEST
     try:
-        manifest = from_json(path.read_text("utf-8"), str(path))
+        text = path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
-    if folder.name.partition(".")[0] != folder_name(manifest.step):
-        raise CheckpointError(f"{path} is of step {manifest.step}: expected the folder {folder_name(manifest.step)}")
-    return manifest
-
-
-def from_json(text: str, path: str) -> Manifest:
-    """Reads what `to_json` wrote; `path` is its name in errors."""
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -379,4 +356,6 @@ def from_json(text: str, path: str) -> Manifest:
         leaves = described.get("leaves", {"": described.get("shape")}) if isinstance(described, dict) else None
         if not isinstance(leaves, dict) or not all(isinstance(shape, list) for shape in leaves.values()):
             raise CheckpointError(f"{path}: tensors: {key[:200]}: expected its dtype and the shapes of its leaves")
+    if folder.name.partition(".")[0] != folder_name(found.step):
+        raise CheckpointError(f"{path} is of step {found.step}: expected the folder {folder_name(found.step)}")
     return found

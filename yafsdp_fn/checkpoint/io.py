@@ -11,7 +11,7 @@ import dataclasses
 import json
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint import content, folder
 from yafsdp_fn.checkpoint import tensors as files
-from yafsdp_fn.checkpoint.content import Content, Manifest, parts
+from yafsdp_fn.checkpoint.content import Content, Manifest
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.tensors import CheckpointTensor, part_name
 from yafsdp_fn.communication.micro_shards import circumstances
@@ -112,15 +112,17 @@ def prepare(
     must_be_one("checkpoint.save", handles(state.params))
     comms = state.memory.comms
     comms.must_agree("what to save", {"step": str(state.step), "extra": text})
-    tensors, described = _contents(state, params_only=False)
+    contents = _contents(state, params_only=False)
+    described = {each.key: each.description for each in contents}
     program = None if state.program is None else state.program.to_json()
     here = circumstances(comms) if comms.deterministic else {}
     facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
     found: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
-        if isinstance(tensor, Tensor):
-            tensor = tensor.clone()  # an optimizer's count, say, has no buffer that the next step would wait for
-        found |= {part_name(key, at): part for at, part in parts(tensor, saved=True).items() if part.numel()}
+    for each in contents:
+        for at, part in each.parts(saved=True).items():
+            if part.numel():
+                # an optimizer's count, say, has no buffer that the next step would wait for
+                found[part_name(each.key, at)] = part.clone() if each.units is None else part
     return Job(Path(directory), found, facts, keep_last, keep_every)
 
 
@@ -200,17 +202,21 @@ def _load(
     reading = f"reading {source}"
     facts = ranks.first(lambda: content.read(source), reading)
     # errors are found before `like` is touched
-    tensors, described = _contents(like, params_only=params_only)
-    handles = set(map(content.handle_of, described))
+    wanted = _contents(like, params_only=params_only)
+    handles = {content.handle_of(each.key) for each in wanted}
     saved = {key: of for key, of in facts.tensors.items() if not params_only or content.handle_of(key) in handles}
-    content.check(saved, described, where)
-    recuts = content.recuts(tensors, facts.tensors, described, where)
-    stored = ranks.each(lambda: _stored(source, tensors, recuts), reading)[ranks.rank]
+    contents = content.found_in(saved, wanted, where)
+    stored = ranks.each(lambda: _stored(source, contents), reading)[ranks.rank]
     memory = like.memory
     program = _program(facts.program, memory, where)
     _warn_of_other_circumstances(facts.circumstances, memory.comms, where)
+
+    def fill() -> None:
+        for each in contents:
+            each.fill(lambda key, target, offsets: stored[key].read_into(target, offsets))
+
     with writing(memory):
-        ranks.each(lambda: _fill(tensors, recuts, stored), reading)
+        ranks.each(fill, reading)
         memory.refresh(sorted(memory.held))
     state = dataclasses.replace(like, step=facts.step, seed=facts.seed, program=program)
     return state.over(memory, like.opt_state), facts.extra
@@ -246,27 +252,13 @@ def _whole(directory: Directory, step: int | None, ranks: AllRanks) -> Path:
     raise folder.Damaged(f"{directory}: none of {len(found)} checkpoints is whole: {'; '.join(faults)}")
 
 
-def _stored(
-    source: Path, tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut]
-) -> dict[str, CheckpointTensor]:
-    """Finds each of `tensors` in `source`, whole. Of a unit without elements nothing was written."""
+def _stored(source: Path, contents: Iterable[Content]) -> dict[str, CheckpointTensor]:
+    """Finds in `source` all that `contents` are read from, whole. Of a unit without elements nothing was written."""
     found = files.scan(source)
-    for name, tensor in tensors.items():
-        for key, shape in (recuts[name].shapes if name in recuts else {name: tuple(tensor.shape)}).items():
-            found.setdefault(key, CheckpointTensor(key, ())).check(tensor.dtype, shape)
+    for each in contents:
+        for key, shape in each.reads().items():
+            found.setdefault(key, CheckpointTensor(key, ())).check(each.tensor.dtype, shape)
     return found
-
-
-def _fill(
-    tensors: Mapping[str, Content], recuts: Mapping[str, content.Recut], stored: Mapping[str, CheckpointTensor]
-) -> None:
-    """Reads this rank's parts of all tensors."""
-    for key, tensor in tensors.items():
-        if key in recuts:
-            recuts[key].fill(lambda key, target, offsets: stored[key].read_into(target, offsets))
-            continue
-        for offsets, target in parts(tensor).items():
-            stored[key].read_into(target.detach(), offsets)
 
 
 def _program(text: str | None, memory: StateMemory, where: str) -> Program | None:
@@ -289,6 +281,6 @@ def _program(text: str | None, memory: StateMemory, where: str) -> Program | Non
     return program
 
 
-def _contents(state: ShardedState, *, params_only: bool) -> tuple[dict[str, Content], dict[str, content.Description]]:
+def _contents(state: ShardedState, *, params_only: bool) -> list[Content]:
     more = {} if params_only else {"opt_state": state.opt_state}
-    return content.tensors(OrderedDict(params=state.params) | more)  # leaves of a dict would be sorted by key
+    return content.contents(OrderedDict(params=state.params) | more)  # leaves of a dict would be sorted by key

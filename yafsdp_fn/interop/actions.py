@@ -189,37 +189,26 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
 
 
 def _slots(trace: Trace, actions: Sequence[Action]) -> dict[int, int]:
-    """Returns unit -> slot: segments that are there at the same time are in different ones, units of a size share
-    them. Raises Refused where a call has no weights."""
-    assert trace.split is not None and trace.stage is not None
+    """Returns unit -> slot: units that are there at the same time are in different ones, others of a size share them.
+    Raises Refused where a call has no weights."""
     beside: defaultdict[int, set[int]] = defaultdict(set)
     for action, there in _there(actions):
         segment = action.segment
         if action.word == "UNSHARD":
             if segment in there:
                 action.refuse("weights", f"segment {segment} is there already")
-            beside[segment] |= there
-            for other in there:
-                beside[other].add(segment)
+            units = {unit for each in (segment, *there) for unit in units_of(trace, each)}
+            for unit in units:
+                beside[unit] |= units
         elif action.word in ("RESHARD", "F", "B", "I") and segment not in there:
             action.refuse("weights", f"the weights of segment {segment} are not there; no {segment}UNSHARD before it")
-    lane: dict[int, int] = {}
-    for segment, others in beside.items():
-        taken = {lane.get(other) for other in others}
-        lane[segment] = next(k for k in itertools.count() if k not in taken)
-    units = {segment: units_of(trace, segment) for segment in trace.split.of(trace.stage)}
-    uses = Counter(itertools.chain.from_iterable(units.values()))
-    numbers: dict[tuple[int, ...], int] = {}
+    numbers: dict[tuple[int, int], int] = {}  # the slots of each size
     slots: dict[int, int] = {}
-    for segment, own in units.items():
-        sizes: Counter[int] = Counter()
-        for unit in own:
-            size = trace.units[unit].gather_bytes
-            key: tuple[int, ...] = (lane.get(segment, -2), size, sizes[size])
-            if uses[unit] > 1:
-                key = (-1, unit)
-            sizes[size] += 1
-            slots[unit] = numbers.setdefault(key, len(numbers))
+    for unit in sorted(beside):
+        taken = {slots.get(other) for other in beside[unit]}
+        size = trace.units[unit].gather_bytes
+        ours = (numbers.setdefault((size, k), len(numbers)) for k in itertools.count())
+        slots[unit] = next(slot for slot in ours if slot not in taken)
     return slots
 
 
