@@ -3,8 +3,8 @@
 import dataclasses
 import difflib
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -68,41 +68,43 @@ def _away(
 # While the leaves of one unit travel to their owners, those of the unit before are worked on.
 
 
-class Updating:
-    """The order of updates, one part at a time. open: unit between two parts of its update -> the next part"""
+def update_turns(parts: Mapping[int, int]) -> Iterator[tuple[list[Op], list[int]]]:
+    """Yields the ops of updates, and the units that these complete, turn by turn: a turn begins with one more unit, and
+    goes on by one part with those that are between two.
 
-    def __init__(self, lent: Iterable[Lent]) -> None:
-        self._parts = {of.unit: of.parts for of in lent}
-        self.open: dict[int, int] = {}
-
-    def turn(self, units: Iterable[int] = ()) -> tuple[list[Op], list[int]]:
-        """Begins with `units`, and goes on by one part with those that were open: the ops, and what is done."""
+    parts: unit -> the number of parts of its update, in the order in which updates begin; 0 where there is no update
+    """
+    between: dict[int, int] = {}  # unit -> its next part
+    waiting = deque(parts)
+    while waiting or between:
+        turn = [*between]
+        if waiting:
+            turn.insert(0, waiting.popleft())
+        if not parts[turn[0]]:
+            yield [], turn[:1]
+            continue
         ops: list[Op] = []
         done: list[int] = []
-        before = list(self.open)
-        for unit in [*units, *before]:
-            part = self.open.pop(unit, 0)
+        for unit in turn:
+            part = between.pop(unit, 0)
             ops.append(Update((unit,), part))
-            if part + 1 == self._parts.get(unit, 1):
+            if part + 1 == parts[unit]:
                 done.append(unit)
             else:
                 ops.append(Exchange((unit,), part))
-                self.open[unit] = part + 1
-        return ops, done
+                between[unit] = part + 1
+        yield ops, done
 
 
 def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
     """Returns the norm and the updates that follow a program without updates."""
-    in_parts = [of.unit for of in lent]
-    whole = tuple(unit for unit in trained if unit not in in_parts)
+    parts = {of.unit: of.parts for of in lent}
+    whole = tuple(unit for unit in trained if unit not in parts)
     ops: list[Op] = [Norm(trained)]
-    if whole or not in_parts:
+    if whole or not parts:
         ops.append(Update(whole))
-    updating = Updating(lent)
-    for unit in in_parts:
-        ops += updating.turn([unit])[0]
-    while updating.open:
-        ops += updating.turn()[0]
+    for turn, _ in update_turns(parts):
+        ops += turn
     return ops
 
 
