@@ -62,19 +62,18 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
     A message from another stage arrives by its send and receive, which wait for each other and take no time. In lists
     of calls alone it is there as soon as it is made, or as long after that as `pace` says.
     """
-    listed: list[tuple[int, Item, tuple[Message, ...]]] = []  # with what each gives
-    for stage, items in enumerate(lists):
-        listed += [(stage, item, split.given_by(item) if isinstance(item, Call) else ()) for item in items]
+    listed = [(stage, item) for stage, items in enumerate(lists) for item in items]
     # the call or the receive that a message comes with, and its send
     comes: dict[Message, int] = {}
     sends: dict[Message, int] = {}
-    for number, (_, item, given) in enumerate(listed):
+    for number, (_, item) in enumerate(listed):
         if isinstance(item, Send):
             sends[item.message] = number
         elif isinstance(item, Receive):
             comes[item.message] = number
         else:
-            comes |= {message: number for message in given if message not in comes}
+            for message in split.given_by(item):
+                comes.setdefault(message, number)
     # messages that take time by themselves
     travels: list[StageEvent] = []
     if pace.message and not sends:
@@ -85,7 +84,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
     # an event for each item
     before: dict[int, list[int]] = {}  # stage -> its last call
     events: list[StageEvent] = []
-    for number, (stage, item, _) in enumerate(listed):
+    for number, (stage, item) in enumerate(listed):
         if isinstance(item, Call):
             waits = [comes[message] for message in split.taken_by(item)]
             events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
@@ -95,10 +94,10 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
             events.append(StageEvent(stage, item.stream, before.get(stage, ()), partner=other[item.message]))
     # their times
     found = PlayedTimes([[] for _ in lists], {}, {})
-    for (stage, item, given), time in zip(listed, play(events + travels), strict=False):
+    for (stage, item), time in zip(listed, play(events + travels), strict=False):
         if time is not None and isinstance(item, Call):
             found.begins[stage].append(time.start)
-            found.made.update((message, (time.end, stage, at)) for at, message in enumerate(given))
+            found.made.update((message, (time.end, stage, at)) for at, message in enumerate(split.given_by(item)))
         elif time is not None and isinstance(item, Send):
             found.sent[item.message] = time.start
     return found
@@ -241,10 +240,9 @@ def _wired(
             ops += late
             late.clear()
         if isinstance(op, ComputeOp):
-            of = kind_of(op), op.visit, op.microbatch
-            taken = tuple(slots[message] for message in split.takes(*of))
-            given = tuple(slots[message] for message in split.gives(*of))
-            op = op._replace(takes=taken, gives=given)
+            taken, given = split.of_compute(kind_of(op), op.visit, op.microbatch)
+            takes = tuple(slots[message] for message in taken)
+            op = op._replace(takes=takes, gives=tuple(slots[message] for message in given))
         ops.append(op)
         if ends:
             add(messages[call + 1])
