@@ -240,9 +240,10 @@ def _wired(
             ops += late
             late.clear()
         if isinstance(op, ComputeOp):
-            taken, given = split.of_compute(kind_of(op), op.visit, op.microbatch)
-            takes = tuple(slots[message] for message in taken)
-            op = op._replace(takes=takes, gives=tuple(slots[message] for message in given))
+            of = kind_of(op), op.visit, op.microbatch
+            taken = tuple(slots[message] for message in split.takes(*of))
+            given = tuple(slots[message] for message in split.gives(*of))
+            op = op._replace(takes=taken, gives=given)
         ops.append(op)
         if ends:
             add(messages[call + 1])

@@ -122,7 +122,7 @@ class Forward(NamedTuple):
     carry_slot: where it saves the scan's carry for its recomputation; None where the carry stays where it is
     early: the gradient slots of its backward, which comes next, where it may write gradients that it knows already
     takes, gives: carry slots with what comes from other segments of a pipeline, which it empties, and with what goes
-        there: see `Split.of_compute`
+        there: see `Split.takes`
 
     >>> next(op for op in program.ops if isinstance(op, ya.schedules.Forward))
     Forward(visit=0, slots=(2,), keep=True, microbatch=0, carry_slot=None, early=(), takes=(), gives=())

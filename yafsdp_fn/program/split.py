@@ -152,15 +152,17 @@ class Split(NamedTuple):
                 found.append(Message(number, call.microbatch, back))
         return tuple(found)
 
-    def of_compute(self, kind: Kind, visit: int, microbatch: int) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-        """Returns the messages that a compute takes from carry slots, those of its call if it is the first of it; and
-        those that it puts into carry slots, those of its call if it is the last of it."""
+    def takes(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
+        """Returns the messages that a compute takes from carry slots: those of its call, if it is the first of it."""
         segment = self.segment(visit)
-        call = Call(kind, segment, microbatch)
-        visits = self.visits(segment)
-        first, last = (visits[0], visits[-1]) if kind == "forward" else (visits[-1], visits[0])
-        taken = self.taken_by(call) if visit == first else ()
-        return taken, self.given_by(call) if visit == last else ()
+        first = self.visits(segment)[0 if kind == "forward" else -1]
+        return self.taken_by(Call(kind, segment, microbatch)) if visit == first else ()
+
+    def gives(self, kind: Kind, visit: int, microbatch: int) -> tuple[Message, ...]:
+        """Returns the messages that a compute puts into carry slots: those of its call, if it is the last of it."""
+        segment = self.segment(visit)
+        last = self.visits(segment)[-1 if kind == "forward" else 0]
+        return self.given_by(Call(kind, segment, microbatch)) if visit == last else ()
 
     def ends(self, flow: int, back: bool) -> tuple[int, int]:
         """Returns the stages that a message of `flow` comes from and goes to."""

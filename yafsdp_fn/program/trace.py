@@ -317,8 +317,8 @@ class Trace(NamedTuple):
             return ((op.message, op.carry_slot),)
         if not isinstance(op, ComputeOp) or self.split is None:
             return ()
-        taken, given = self.split.of_compute(kind_of(op), op.visit, op.microbatch)
-        return tuple(zip((*taken, *given), (*op.takes, *op.gives), strict=False))
+        of = kind_of(op), op.visit, op.microbatch
+        return tuple(zip((*self.split.takes(*of), *self.split.gives(*of)), (*op.takes, *op.gives), strict=False))
 
     # ---- stages, collectives, updates
 
