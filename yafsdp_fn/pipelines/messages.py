@@ -1,8 +1,8 @@
 """Messages between stages, and the carry slots that they fill."""
 
-from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from yafsdp_fn.program.events import StageEvent, play
@@ -20,7 +20,7 @@ from yafsdp_fn.proof.stages import in_words
 # Calls are run in unit time, which gives all calls and messages one order: calls by their ends, messages by the time at
 # which they are made. Every stage has its calls, sends and receives in that order: so all ends even where each waits
 # for the one before it, as it does where the host synchronises the device. Nothing may wait for what its
-# stage does later. Which carry slots messages are in is decided by `_Slots`, below.
+# stage does later. Which carry slots messages are in is decided by `_slots_of`, below.
 
 Item = Call | MessageOp
 """An item of a stage's list: calls, and messages between them, in carry slots that are not known yet."""
@@ -62,19 +62,18 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
     A message from another stage arrives by its send and receive, which wait for each other and take no time. In lists
     of calls alone it is there as soon as it is made, or as long after that as `pace` says.
     """
-    listed: list[tuple[int, Item, tuple[Message, ...]]] = []  # with what each gives
-    for stage, items in enumerate(lists):
-        listed += [(stage, item, split.given_by(item) if isinstance(item, Call) else ()) for item in items]
+    listed = [(stage, item) for stage, items in enumerate(lists) for item in items]
     # the call or the receive that a message comes with, and its send
     comes: dict[Message, int] = {}
     sends: dict[Message, int] = {}
-    for number, (_, item, given) in enumerate(listed):
+    for number, (_, item) in enumerate(listed):
         if isinstance(item, Send):
             sends[item.message] = number
         elif isinstance(item, Receive):
             comes[item.message] = number
         else:
-            comes |= {message: number for message in given if message not in comes}
+            for message in split.given_by(item):
+                comes.setdefault(message, number)
     # messages that take time by themselves
     travels: list[StageEvent] = []
     if pace.message and not sends:
@@ -85,7 +84,7 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
     # an event for each item
     before: dict[int, list[int]] = {}  # stage -> its last call
     events: list[StageEvent] = []
-    for number, (stage, item, _) in enumerate(listed):
+    for number, (stage, item) in enumerate(listed):
         if isinstance(item, Call):
             waits = [comes[message] for message in split.taken_by(item)]
             events.append(StageEvent(stage, "compute", waits, (("compute", pace.call(item)),)))
@@ -95,10 +94,10 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
             events.append(StageEvent(stage, item.stream, before.get(stage, ()), partner=other[item.message]))
     # their times
     found = PlayedTimes([[] for _ in lists], {}, {})
-    for (stage, item, given), time in zip(listed, play(events + travels), strict=False):
+    for (stage, item), time in zip(listed, play(events + travels), strict=False):
         if time is not None and isinstance(item, Call):
             found.begins[stage].append(time.start)
-            found.made.update((message, (time.end, stage, at)) for at, message in enumerate(given))
+            found.made.update((message, (time.end, stage, at)) for at, message in enumerate(split.given_by(item)))
         elif time is not None and isinstance(item, Send):
             found.sent[item.message] = time.start
     return found
@@ -114,24 +113,19 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
     _all_begin(split, rows, begins, made)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
-        # receives, each before the call in which it comes
-        arriving: list[tuple[tuple[float, int, int], int, Message]] = []
-        for at, call in enumerate(row):
+        # calls by their ends, a receive by when its message is made; what stages do at one time is in their order
+        timed: list[tuple[tuple[float, int, int, int], Item]] = []
+        for at, (call, begin) in enumerate(zip(row, begins[stage], strict=True)):
+            end = begin + pace.call(call)
+            timed.append(((end, stage, at, 0), call))
+            for number, message in enumerate(split.given_by(call), 1):
+                if split.crosses(message):
+                    timed.append(((end, stage, at, number), Send(message.flow, 0, message.microbatch, message.back)))
             for message in split.taken_by(call):
                 if split.crosses(message):
-                    arriving.append((made[message], at, message))
-        # what stages send at one time is in the order of stages
-        ends = [(begin + pace.call(call), stage) for begin, call in zip(begins[stage], row, strict=True)]
-        before: defaultdict[int, list[Message]] = defaultdict(list)
-        for when, _, message in sorted(arriving):
-            before[bisect_right(ends, when[:2])].append(message)  # a call that ends later is not what it depends on
-        # the list: receives, the call, its sends
-        items: list[Item] = []
-        for at, call in enumerate(row):
-            items += [Receive(p.flow, 0, p.microbatch, p.back) for p in before[at]]
-            items.append(call)
-            items += [Send(p.flow, 0, p.microbatch, p.back) for p in split.given_by(call) if split.crosses(p)]
-        out.append(items)
+                    receive = Receive(message.flow, 0, message.microbatch, message.back)
+                    timed.append(((*made[message], 0), receive))
+        out.append([item for _, item in sorted(timed, key=itemgetter(0))])
     return out
 
 
@@ -162,63 +156,41 @@ Kind = tuple[bool, int]
 """A kind of slot: whether its contents leave the stage, and its bytes."""
 
 
-class _Slots:
-    """The slots of one stage's list. taken, given: of what its calls take and give; messages: before the first call and
-    after each"""
-
-    def __init__(
-        self, split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[Message, float]
-    ) -> None:
-        self.split = split
-        self.begins = begins
-        self.sent = sent
-        self.count = 0
-        self.free: dict[Kind, deque[int]] = {}
-        self.leaving: list[tuple[int, Message, int]] = []  # sent after so many calls, from a slot
-        self.held: dict[Message, int] = {}
-        self.taken: dict[Message, int] = {}
-        self.given: dict[Message, int] = {}
-        self.messages: list[list[Op]] = [[]]
-        for item in items:
-            if isinstance(item, Call):
-                self._call(item)
-                continue
-            message = item.message
-            if isinstance(item, Receive):
-                self._fill(message, False)
-            self.messages[-1].append(item._replace(carry_slot=self.held[message]))
-            if isinstance(item, Send):
-                self.leaving.append((len(self.messages), message, self.held.pop(message)))
-
-    def _call(self, call: Call) -> None:
-        # what it takes has left its slot at once
-        number = len(self.messages)
-        for message in self.split.taken_by(call):
-            self.taken[message] = slot = self.held.pop(message)
-            self.free[self._kind(message, False)].append(slot)
-        # what was sent has left its slot when the send is over
-        now = self.begins[number - 1] if number <= len(self.begins) else -NEVER
-        for left in list(self.leaving):
-            # what the call before has made is under way while this one computes
-            after, message, slot = left
-            if after < number and self.sent.get(message, NEVER) <= now:
-                self.free[self._kind(message, True)].append(slot)
-                self.leaving.remove(left)
-        for message in self.split.given_by(call):
-            self.given[message] = self._fill(message, self.split.crosses(message))
-        self.messages.append([])
-
-    def _kind(self, message: Message, leaves: bool) -> Kind:
-        return leaves, self.split.bytes_of(message)
-
-    def _fill(self, message: Message, leaves: bool) -> int:
-        """Puts a message into a free slot of its kind, the one that is free for longest, or into a new one."""
-        free = self.free.setdefault(self._kind(message, leaves), deque())
-        if not free:
-            free.append(self.count)
-            self.count += 1
-        self.held[message] = slot = free.popleft()
-        return slot
+def _slots_of(
+    split: Split, items: Sequence[Item], begins: Sequence[float], sent: dict[Message, float]
+) -> dict[Message, int]:
+    """Returns the carry slots of the messages in one stage's list: each is put into the one of its kind that is free
+    for longest, or into a new one."""
+    found: dict[Message, int] = {}
+    free: defaultdict[Kind, deque[int]] = defaultdict(deque)
+    leaving: list[tuple[int, Message]] = []  # sent after so many calls
+    calls = 0
+    for item in items:
+        if isinstance(item, Send):
+            leaving.append((calls, item.message))
+            continue
+        if isinstance(item, Receive):
+            filled = [(False, item.message)]
+        else:
+            # what it takes has left its slot at once
+            for message in split.taken_by(item):
+                free[False, split.bytes_of(message)].append(found[message])
+            # what was sent has left its slot when the send is over
+            now = begins[calls] if calls < len(begins) else -NEVER
+            for left in list(leaving):
+                # what the call before has made is under way while this one computes
+                after, message = left
+                if after < calls and sent.get(message, NEVER) <= now:
+                    free[True, split.bytes_of(message)].append(found[message])
+                    leaving.remove(left)
+            filled = [(split.crosses(message), message) for message in split.given_by(item)]
+            calls += 1
+        for leaves, message in filled:
+            slots = free[leaves, split.bytes_of(message)]
+            if not slots:
+                slots.append(len({*found.values()}))
+            found[message] = slots.popleft()
+    return found
 
 
 def wired(
@@ -236,33 +208,45 @@ def wired(
         in the order in which it is issued, and weights should not wait for a message
     """
     begins, sent, _ = times(split, lists, pace)
-    each = zip(programs, lists, begins, strict=True)
-    return [_wired(program, items, split, _Slots(split, items, when, sent), together) for program, items, when in each]
+    out = []
+    for program, items, when in zip(programs, lists, begins, strict=True):
+        out.append(_wired(program, items, split, _slots_of(split, items, when, sent), together))
+    return out
 
 
-def _wired(program: Program, items: Sequence[Item], split: Split, slots: _Slots, together: bool) -> tuple[Op, ...]:
+def _wired(
+    program: Program, items: Sequence[Item], split: Split, slots: dict[Message, int], together: bool
+) -> tuple[Op, ...]:
     """Returns the ops of one stage, with its messages."""
+    calls: list[Call] = []
+    messages: list[list[Op]] = [[]]  # before the first call, and after each
+    for item in items:
+        if isinstance(item, Call):
+            calls.append(item)
+            messages.append([])
+        else:
+            messages[-1].append(item._replace(carry_slot=slots[item.message]))
     ops: list[Op] = []
     late: list[Op] = []
 
-    def add(messages: Sequence[Op]) -> None:
-        at = len(messages) if together else sum(isinstance(op, Send) for op in messages)  # which come first
-        ops.extend(messages[:at])
-        late.extend(messages[at:])
+    def add(own: Sequence[Op]) -> None:
+        at = len(own) if together else sum(isinstance(op, Send) for op in own)  # which come first
+        ops.extend(own[:at])
+        late.extend(own[at:])
 
-    add(slots.messages[0])
-    for op, call, _, ends in in_calls(program.ops, [item for item in items if isinstance(item, Call)], split):
+    add(messages[0])
+    for op, call, _, ends in in_calls(program.ops, calls, split):
         if op.stream == "compute":
             ops += late
             late.clear()
         if isinstance(op, ComputeOp):
             of = kind_of(op), op.visit, op.microbatch
-            taken = tuple(slots.taken[message] for message in split.takes(*of))
-            given = tuple(slots.given[message] for message in split.gives(*of))
+            taken = tuple(slots[message] for message in split.takes(*of))
+            given = tuple(slots[message] for message in split.gives(*of))
             op = op._replace(takes=taken, gives=given)
         ops.append(op)
         if ends:
-            add(slots.messages[call + 1])
+            add(messages[call + 1])
     return *ops, *late
 
 

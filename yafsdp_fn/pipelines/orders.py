@@ -11,6 +11,7 @@ ya.schedules.interleaved(zero3(remat="all"))                gathered and recompu
 """
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from yafsdp_fn.pipelines.messages import UNIT, Item, Pace, wired, with_messages
@@ -155,17 +156,13 @@ def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
     _expect("zero_bubble", split, per_stage=1)
     rows: Rows = []
     for s in range(split.stages):
-        row = list[Call]()
-        lag = depth * s
-        for call in _alternating(*_passes(split, s, microbatches), depth * (split.stages - 1 - s)):
-            if call.kind == "forward":
-                row.append(call)
-                continue
-            row.append(call._replace(kind="inputs"))
-            if call.microbatch >= lag:
-                row.append(Call("weights", s, call.microbatch - lag))
-        row += [Call("weights", s, m) for m in range(max(0, microbatches - lag), microbatches)]
-        rows.append(row)
+        ahead = min(depth * (split.stages - 1 - s), microbatches)
+        lag = min(depth * s, microbatches)
+        letters = "F" * ahead
+        for k in range(microbatches):
+            letters += "F" * (ahead + k < microbatches) + "I" + "W" * (k >= lag)
+        letters += "W" * lag
+        rows.append(list(_spelled(letters, s)))
     return whole_if_idle(rows, split)
 
 
@@ -189,42 +186,17 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
 def v_shaped_calls(split: Split, microbatches: int) -> Rows:
     """Returns the calls of `v_shaped`."""
     _expect("v_shaped", split, per_stage=2, v=True)
-    rows = (_v_row(split.stages, stage, microbatches) for stage in range(split.stages))
+    rows = (_spelled(_v_row(split.stages, s, microbatches), s, 2 * split.stages - 1 - s) for s in range(split.stages))
     return whole_if_idle([[call for call in row if call.microbatch < microbatches] for row in rows], split)
 
 
-def _v_row(stages: int, s: int, microbatches: int) -> Iterator[Call]:
-    """Yields the row of stage s, of as many microbatches as fill the pipeline, or more."""
+def _v_row(stages: int, s: int, microbatches: int) -> str:
+    """Returns the row of stage s in letters, of as many microbatches as fill the pipeline, or more."""
     total = max(microbatches, 2 * stages - 1)
-    down = s
-    up = 2 * stages - 1 - s
-    done: dict[tuple[Kind, int], int] = {}
-
-    def call(segment: int, *kinds: Kind) -> Iterator[Call]:
-        for kind in kinds:
-            done[kind, segment] = done.get((kind, segment), 0) + 1
-            yield Call(kind, segment, done[kind, segment] - 1)
-
-    for _ in range(2 * (stages - s) - 1):
-        yield from call(down, "forward")
-    for _ in range(s):
-        yield from call(up, "forward")
-        yield from call(down, "forward")
-    for _ in range(stages - s):
-        yield from call(up, "forward", "inputs", "weights")
-    while done["forward", up] < total:
-        if done["forward", down] < total:
-            yield from call(down, "forward")
-        yield from call(down, "inputs", "weights")
-        yield from call(up, "forward", "inputs", "weights")
-    for _ in range(s):
-        yield from call(down, "inputs")
-        yield from call(up, "inputs")
-    for _ in range(stages - s):
-        yield from call(down, "inputs", "weights")
-    for segment in (up, down):
-        for _ in range(total - done["weights", segment]):
-            yield from call(segment, "weights")
+    fill = "F" * (2 * (stages - s) - 1) + "fF" * s + "fiw" * (stages - s)
+    steady = "FIWfiw" * (total - 2 * stages + s + 1)
+    drain = "IWfiw" * (stages - s - 1) + "Ii" * s + "IW" * (stages - s)
+    return fill + steady + drain + "w" * s + "W" * s
 
 
 @shown
@@ -296,12 +268,11 @@ def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int])
     *_, blocks = min(found)
     rows = []
     for stage, block in enumerate(blocks):
-        down = stage
-        up = 2 * split.stages - 1 - stage
-        one: list[tuple[Kind, int]] = [("forward", down), ("forward", up), ("inputs", up), ("inputs", down)]
-        one += [("weights", up), ("weights", down)]
-        timed = [(at + BLOCK * m, *of, m) for m in range(microbatches) for at, of in zip(block, one, strict=True)]
-        rows.append([Call(kind, segment, m) for _, kind, segment, m in sorted(timed)])
+        one = list(_spelled("FfiIwW", stage, 2 * split.stages - 1 - stage))
+        timed: list[tuple[int, Call]] = []
+        for m in range(microbatches):
+            timed += [(at + BLOCK * m, call._replace(microbatch=m)) for at, call in zip(block, one, strict=True)]
+        rows.append([call for _, call in sorted(timed)])
     return whole_if_idle(rows, split)
 
 
@@ -370,6 +341,19 @@ def _passes(split: Split, stage: int, microbatches: int) -> tuple[list[Call], li
     groups = _groups(microbatches, split.stages)
     forwards = [Call("forward", segment, m) for group in groups for segment in own for m in group]
     return forwards, [Call("backward", segment, m) for group in groups for segment in reversed(own) for m in group]
+
+
+LETTERS: dict[str, Kind] = {"F": "forward", "I": "inputs", "W": "weights"}
+"""The kinds of calls, in rows of letters."""
+
+
+def _spelled(letters: str, segment: int, other: int = -1) -> Iterator[Call]:
+    """Yields the calls that letters stand for, each of the next microbatch: capital ones of `segment`, small ones of
+    `other`."""
+    done: Counter[str] = Counter()
+    for letter in letters:
+        yield Call(LETTERS[letter.upper()], segment if letter.isupper() else other, done[letter])
+        done[letter] += 1
 
 
 def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], ahead: int) -> Iterator[Call]:

@@ -8,8 +8,7 @@ A call of a segment takes the messages that arrive for it from carry slots when 
 there when it ends (stage_io.py).
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import optree
@@ -20,10 +19,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.pipelines.stage_io import Crossing, MessageBuffers, neutral
+from yafsdp_fn.pipelines.stage_io import Crossing, MessageBuffers, Place, neutral
 from yafsdp_fn.program.ops import Backward, Forward
-from yafsdp_fn.program.split import Call, Message
+from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Visit
+from yafsdp_fn.proof.stages import calls_of
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import Results, StepLoss, detached
 from yafsdp_fn.runtime.block_call import BlockCall
@@ -103,12 +103,12 @@ def _factor_written(factor: Tensor) -> RuntimeError:
 class Passed(NamedTuple):
     """A forward, until its backward.
 
-    arrived: by flow, the tensors that its segment took and that have a gradient; roots: by flow, the tensors that left,
-    whose gradients come back; own: further roots: the last token, and the loss if it is made here
+    arrived: the tensors that its segment took and that have a gradient; left: those that left, whose gradients come
+    back; own: further roots: the last token, and the loss if it is made here
     """
 
-    arrived: dict[int, list[Tensor]]
-    roots: dict[int, list[GradientEdge]]
+    arrived: dict[Place, Tensor]
+    left: dict[Place, GradientEdge]
     own: list[BackwardRoot]
 
 
@@ -135,7 +135,7 @@ class StageSession(Session):
         """Runs the loss: forwards, backwards and later halves of segments, in the order of the program."""
         results = StageResults(self.crossing, loss.arguments.microbatches, self.memory.comms.device)
         forwards: Forwards = {}
-        for call in self.calls():
+        for call in calls_of(self.crossing.split, self.memory.comms.stage, self.verified.program):
             if call.kind == "forward":
                 self._forward(loss, call, results, forwards)
             elif call.kind == "weights":
@@ -145,24 +145,14 @@ class StageSession(Session):
         self.end_backward([None] * len(self.leaves))
         return Results(results.losses, results.aux, [])
 
-    def calls(self) -> Iterator[Call]:
-        """Yields the calls of the stage."""
-        split = self.crossing.split
-        for kind, number, microbatch, _ in self.verified.program.trace.order:
-            segment = split.segment(number)
-            begins_with = split.visits(segment)[0 if kind == "forward" else -1]
-            if number == begins_with:
-                yield Call(kind, segment, microbatch)
-
     def _forward(self, loss: StepLoss, call: Call, results: "StageResults", forwards: Forwards) -> None:
         """Calls the loss for a segment, and keeps in `forwards` what its backward needs."""
         arrived = self._arrive(call)
         where = f"microbatch {call.microbatch}, step {self.number}"
         # values are leaves of this segment's graph, whose gradients go back
-        taken = {flow: smooth(self.crossing, flow, tensors) for flow, tensors in arrived.items()}
-        for tensors in taken.values():
-            for tensor in tensors:
-                tensor.requires_grad_(self.differentiates)
+        taken = {place: x for place, x in arrived.items() if self.crossing.has_gradient(place)}
+        for tensor in taken.values():
+            tensor.requires_grad_(self.differentiates)
         self.segment = Segment(self.crossing, call, arrived, where)
         try:
             # of other microbatches and segments at once: what it writes to its batch stays its own
@@ -175,19 +165,17 @@ class StageSession(Session):
         if self.watch and self.check_origin([mean.total, *self.segment.given]):
             raise RuntimeError(errors.READ_BESIDE_VISITS)
         # what it has made, and what leaves for other segments
-        left: dict[int, list[Tensor]] = self.segment.leaving(len(self.visits), self.position)
+        left: dict[Place, Tensor] = self.segment.leaving(len(self.visits), self.position)
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
         self.segment = None
         has_loss = results.store(call, mean, aux)
-        self._leave(call, {flow: [x.detach() for x in tensors] for flow, tensors in left.items()})
+        self._leave(call, {place: x.detach() for place, x in left.items()})
         if not self.differentiates:
             return
         # edges, not tensors: what has left needs no memory here
         own = [self.loss_root(mean)] if has_loss else []
         own.append(self.token_root())
-        roots: dict[int, list[GradientEdge]] = {}
-        for flow, tensors in left.items():
-            roots[flow] = [get_gradient_edge(x) for x in smooth(self.crossing, flow, tensors)]
+        roots = {place: get_gradient_edge(x) for place, x in left.items() if self.crossing.has_gradient(place)}
         forwards[call.segment, call.microbatch] = Passed(taken, roots, own)
 
     def _backward(self, loss: StepLoss, call: Call, forwards: Forwards) -> None:
@@ -195,12 +183,9 @@ class StageSession(Session):
         back."""
         before = forwards.pop((call.segment, call.microbatch))
         back = self._arrive(call)
-        roots = before.own
-        for flow, edges in before.roots.items():
-            roots += zip(edges, back.get(flow, []), strict=True)
-        arrived = [x for tensors in before.arrived.values() for x in tensors]
-        found = iter(self.gradients(loss, call.microbatch, roots, arrived))
-        self._leave(call, {flow: list(islice(found, len(tensors))) for flow, tensors in before.arrived.items()})
+        roots = [*before.own, *((edge, back[place]) for place, edge in before.left.items())]
+        found = self.gradients(loss, call.microbatch, roots, list(before.arrived.values()))
+        self._leave(call, dict(zip(before.arrived, found, strict=True)))
 
     def _weights(self, call: Call) -> None:
         """Runs the later halves of the backwards of a segment."""
@@ -216,8 +201,8 @@ class StageSession(Session):
 
     # ---- what arrives for a call, and what leaves after it
 
-    def _arrive(self, call: Call) -> dict[int, list[Tensor]]:
-        """Begins a call. Returns what arrives for it, by flow, from its carry slots."""
+    def _arrive(self, call: Call) -> dict[Place, Tensor]:
+        """Begins a call. Returns what arrives for it, from its carry slots."""
         self.begin(call)
         self._named = f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
         # what arrives is for the first compute of the call
@@ -227,11 +212,10 @@ class StageSession(Session):
         self.position = f"what arrives for {self._named}"
         with self.memory.using([("carry slot", self.slots.number, slot) for slot in op.takes]):
             pairs = list(zip(messages, op.takes, strict=True))
-            values = self.slots.activations.get(pairs) if pairs else []
-        return {message.flow: tensors for message, tensors in zip(messages, values, strict=True)}
+            return self.slots.activations.get(pairs) if pairs else {}
 
-    def _leave(self, call: Call, leaving: Mapping[int, Sequence[Tensor | None]]) -> None:
-        """Ends a call. What leaves after it, by flow, goes into its carry slots, and the program goes on."""
+    def _leave(self, call: Call, leaving: Mapping[Place, Tensor | None]) -> None:
+        """Ends a call. What leaves after it goes into its carry slots, and the program goes on."""
         self.end()
         # what leaves is of its last compute
         op = next(op for op in reversed(self._ops[: self._cursor]) if isinstance(op, Forward | Backward))
@@ -239,8 +223,7 @@ class StageSession(Session):
         self.position = f"what leaves after {self._named}"
         with self.memory.using([], [("carry slot", self.slots.number, slot) for slot in op.gives]):
             if messages:
-                pairs = zip(messages, op.gives, strict=True)
-                self.slots.activations.put(pairs, [leaving[message.flow] for message in messages])
+                self.slots.activations.put(zip(messages, op.gives, strict=True), leaving)
         self.follow()
 
     def abort(self, error: BaseException) -> None:
@@ -278,18 +261,14 @@ class StageSession(Session):
 class Segment:
     """The forward of one segment in one microbatch, at the visits of the loss.
 
-    arrived: by flow, what the segment takes; where: names the call, for errors
+    arrived: what the segment takes; where: names the call, for errors
     """
 
-    def __init__(self, crossing: Crossing, call: Call, arrived: Mapping[int, list[Tensor]], where: str) -> None:
+    def __init__(self, crossing: Crossing, call: Call, arrived: Mapping[Place, Tensor], where: str) -> None:
         self._crossing, self._split, self._call, self._arrived = crossing, crossing.split, call, arrived
         self._where = where
         self.given: list[Tensor] = []  # what all visits take, in a step that looks
-        # flow -> piece -> tensor, and its version
-        self._left: dict[int, dict[int, tuple[Tensor, int]]] = {}
-        for number, flow in enumerate(self._split.flows):
-            if flow.source == call.segment:
-                self._left[number] = {}
+        self._left: dict[Place, tuple[Tensor, int]] = {}  # with its version
 
     def enter(self, call: Any, number: int) -> bool:
         """Begins visit `number`, of the `BlockCall` `call`, and returns whether another segment has it. Where this one
@@ -306,12 +285,14 @@ class Segment:
         if call.given != given:
             raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, given)
         # what comes from another segment, and what goes to one
-        for place, tensor in enumerate(call.tensors):
-            flow, piece = self._crossing.flow_of.get((number, place), (-1, 0))
-            if here and flow >= 0:
-                call.tensors[place] = self._arrived[flow][piece]
-            elif flow in self._left:
-                self._left[flow].setdefault(piece, (tensor, tensor._version))
+        for at, tensor in enumerate(call.tensors):
+            place = self._crossing.place_of.get((number, at))
+            if place is None:
+                continue
+            if here:
+                call.tensors[at] = self._arrived[place]
+            elif self._split.flows[place[0]].source == self._call.segment:
+                self._left.setdefault(place, (tensor, tensor._version))
         return not here
 
     def placeholders(self, call: Any, number: int) -> Tree:
@@ -332,26 +313,22 @@ class Segment:
             raise errors.number_differs_from_trace(f"{call.name} (visit {number})")
         return out
 
-    def leaving(self, visited: int, position: str) -> dict[int, list[Tensor]]:
-        """Returns the values, by flow, that the loss has given to visits that are elsewhere, once it has returned after
-        so many visits. position: for errors"""
+    def leaving(self, visited: int, position: str) -> dict[Place, Tensor]:
+        """Returns the values that the loss has given to visits that are elsewhere, once it has returned after so many
+        visits. position: for errors"""
         expected = self._crossing.trace.visits
         if visited < len(expected):
             raise OrderChanged(
                 f"the loss has ended after {visited} visits; the trace has {expected[visited].name} next. {SAME_ORDER}"
             )
         # a tensor may be taken by several visits, and counts as it was at the first
-        out: dict[int, list[Tensor]] = {}
-        for flow, pieces in self._left.items():
-            for tensor, version in pieces.values():
-                if tensor._version != version:
-                    raise RuntimeError(
-                        f"{position}: a tensor of shape {tuple(tensor.shape)} that goes to segment "
-                        f"{self._split.flows[flow].target} was written in place after a visit there took it; work on a "
-                        "copy"
-                    )
-            out[flow] = [pieces[number][0] for number in range(len(self._crossing.pieces(Message(flow))))]
-        return out
+        for (flow, _), (tensor, version) in self._left.items():
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{position}: a tensor of shape {tuple(tensor.shape)} that goes to segment "
+                    f"{self._split.flows[flow].target} was written in place after a visit there took it; work on a copy"
+                )
+        return {place: tensor for place, (tensor, _) in self._left.items()}
 
 
 def _numbers(outputs: Sequence[Any]) -> list[str]:
@@ -403,8 +380,3 @@ class StageResults:
     @property
     def aux(self) -> list[Tree]:
         return [optree.tree_unflatten(self._spec, nodes) for nodes in self._nodes]
-
-
-def smooth(crossing: Crossing, flow: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors of a flow that have a gradient."""
-    return [x for x, piece in zip(tensors, crossing.pieces(Message(flow)), strict=True) if piece.grad]

@@ -34,6 +34,10 @@ from yafsdp_fn.util.randomness import in_step
 # between visits runs on them as on others. What it makes of them is elsewhere, too.
 
 
+Place = tuple[int, int]
+"""Of a tensor that travels: its flow, and its number there."""
+
+
 class MessagePiece(NamedTuple):
     """A tensor of a message, and where it lies in it, in bytes. grad: whether it has a gradient that comes back"""
 
@@ -103,7 +107,7 @@ class Crossing:
 
     trace: the whole step, cut; results: of its visits; out, total: what the loss returns, and its total; made: by which
         visits each tensor of `out` was made, by its id
-    flow_of: `(visit, number of its argument)` -> `(flow, number of the piece)`
+    place_of: `(visit, number of its argument)` -> its place in what travels
 
     placeholders: by visit; aux: for each node of what the loss returns beside the total, the segment that makes it,
     None where every stage does, and the node without values; loss: the segment that makes the total
@@ -123,14 +127,15 @@ class Crossing:
         mode = PlaceholderMode(allow_non_fake_inputs=True)
         self.placeholders = [Placeholder(result, mode) for result in results]
         # what travels: the tensors of a flow lie one after the other in its message
-        self.flow_of: dict[tuple[int, int], tuple[int, int]] = {}
-        self._pieces: list[list[MessagePiece]] = []
+        self.place_of: dict[tuple[int, int], Place] = {}
+        self._pieces: list[dict[Place, MessagePiece]] = []
         for flow, tensors in enumerate(crossing(trace)):
-            start, pieces = 0, list[MessagePiece]()
-            for takers in tensors:
-                self.flow_of |= {(visit, argument.place): (flow, len(pieces)) for visit, argument in takers}
+            start, pieces = 0, dict[Place, MessagePiece]()
+            for number, takers in enumerate(tensors):
+                place = flow, number
+                self.place_of |= {(visit, argument.place): place for visit, argument in takers}
                 a = takers[0][1]
-                pieces.append(MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes)))
+                pieces[place] = MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes))
                 start += round_up(a.nbytes, LINE)
             self._pieces.append(pieces)
         # who makes the results
@@ -142,13 +147,17 @@ class Crossing:
         self._home(mean, made, "the loss")
         self.aux = [self._home(node, made, "aux") for node in nodes]
 
-    def pieces(self, message: Message) -> list[MessagePiece]:
+    def pieces(self, message: Message) -> dict[Place, MessagePiece]:
         """The tensors of a message; of one that comes back, those that have a gradient, where the values were."""
-        return [piece for piece in self._pieces[message.flow] if piece.grad or not message.back]
+        pieces = self._pieces[message.flow]
+        return {place: piece for place, piece in pieces.items() if piece.grad or not message.back}
+
+    def has_gradient(self, place: Place) -> bool:
+        return self._pieces[place[0]][place].grad
 
     def nbytes(self, message: Message) -> int:
         """Bytes of a message, one way or the other."""
-        return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[message.flow])
+        return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[message.flow].values())
 
     def _home(self, node: Any, made: Mapping[int, Collection[int]], what: str) -> tuple[int | None, Any]:
         visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
@@ -227,16 +236,21 @@ class MessageBuffers:
                 self._memory.comms.mark_used(self._slots[slot])
         self._reserved = crossing
 
-    def put(self, messages: Iterable[tuple[Message, int]], tensors: Sequence[Sequence[Tensor | None]]) -> None:
+    def put(self, messages: Iterable[tuple[Message, int]], tensors: Mapping[Place, Tensor | None]) -> None:
         """Into the slot of each message its tensors; None: zeros, a gradient that nothing asked for."""
-        for (message, slot), values in zip(messages, tensors, strict=True):
-            for piece, value in zip(self.crossing.pieces(message), values, strict=True):
+        for message, slot in messages:
+            for place, piece in self.crossing.pieces(message).items():
                 view = piece.of(self._slots[slot])
+                value = tensors[place]
                 view.zero_() if value is None else view.copy_(value)
 
-    def get(self, messages: Iterable[tuple[Message, int]]) -> list[list[Tensor]]:
+    def get(self, messages: Iterable[tuple[Message, int]]) -> dict[Place, Tensor]:
         """Copies of the tensors in the slot of each message."""
-        return [[p.of(self._slots[slot]).clone() for p in self.crossing.pieces(message)] for message, slot in messages]
+        found: dict[Place, Tensor] = {}
+        for message, slot in messages:
+            for place, piece in self.crossing.pieces(message).items():
+                found[place] = piece.of(self._slots[slot]).clone()
+        return found
 
     def works(self) -> Works:
         return {Send: self._send, Receive: self._receive}

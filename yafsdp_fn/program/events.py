@@ -13,7 +13,7 @@ number of events that run in its stage.
 import heapq
 import itertools
 import math
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -68,6 +68,9 @@ def play(todo: Sequence[Happening], rate: Rate = lambda *_: 1.0) -> list[EventTi
 
 # ---- The loop.
 
+BEGUN = -1
+"""In place of the number of events that one waits for: it begins once, though both ends of a transfer find it ready."""
+
 
 class _Running:
     """An event, or both ends of a transfer, under way: what is left of its phases, at the rate that it has had `since`.
@@ -103,22 +106,25 @@ class _Loop:
         self.starts = [0.0] * len(todo)
         self.ends = [math.nan] * len(todo)
         self.causes: list[int | None] = [None] * len(todo)
-        # streams, and who waits for whom
-        self._queues: defaultdict[tuple[int, str], deque[int]] = defaultdict(deque)
-        self._waiting = [len(event.waits) for event in todo]
+        # who waits for whom: for the event before it on its stream, and for those that it names
+        self._before: list[list[int]] = []
+        self._waiting: list[int] = []  # how many of these have not ended
         self._waiters: defaultdict[int, list[int]] = defaultdict(list)
+        last: dict[tuple[int, str], list[int]] = {}
         for number, event in enumerate(todo):
-            self._queues[event.stage, event.stream].append(number)
-            for earlier in event.waits:
+            before = last.get((event.stage, event.stream), [])
+            last[event.stage, event.stream] = [number]
+            self._before.append(before)
+            self._waiting.append(len(before) + len(event.waits))
+            for earlier in (*before, *event.waits):
                 self._waiters[earlier].append(number)
-        self._before: dict[tuple[int, str], tuple[int, ...]] = dict.fromkeys(self._queues, ())
         # what runs now
         self._running: defaultdict[int, dict[str, _Running]] = defaultdict(dict)  # stage -> stream -> what it runs
         self._agenda: list[tuple[float, int, _Running, float]] = []  # when something ends at a rate, if that stays
         self._turn = itertools.count()
 
     def play(self) -> list[EventTime | None]:
-        self._set_rates(self._begin([queue[0] for queue in self._queues.values()]))
+        self._set_rates(self._begin([number for number, left in enumerate(self._waiting) if not left]))
         while self._agenda:
             self.now = self._agenda[0][0]
             over = self._due()
@@ -165,18 +171,7 @@ class _Loop:
                 self._waiting[later] -= 1
                 if not self._waiting[later]:
                     ready.append(later)
-            queue = self._queues[self.todo[number].stage, self.todo[number].stream]
-            if queue:
-                ready.append(queue[0])
         return ready
-
-    def _is_next(self, number: int) -> bool:
-        """Says whether its stream has come to it, and all that it waits for has ended."""
-        if self._waiting[number]:
-            return False
-        event = self.todo[number]
-        queue = self._queues[event.stage, event.stream]
-        return bool(queue) and queue[0] == number and event.stream not in self._running[event.stage]
 
     def _begin(self, candidates: list[int]) -> set[int]:
         """Begins the events that can begin. One without phases ends at once, and may let others begin. Returns their
@@ -186,19 +181,18 @@ class _Loop:
             number = candidates.pop()
             partner = self.todo[number].partner
             events = (number,) if partner is None else (number, partner)
-            if not all(map(self._is_next, events)):
+            if any(self._waiting[one] for one in events):
                 continue
             # what let it begin, on its stream or on others: the last to end, on its stream where several end together
-            ends = tuple((self.todo[one].stage, self.todo[one].stream) for one in events)
-            before = [earlier for at in ends for earlier in self._before[at]]
+            before = [earlier for one in events for earlier in self._before[one]]
             before += [earlier for one in events for earlier in self.todo[one].waits]
             cause = max(before, key=self.ends.__getitem__, default=None)
             # it begins, at both of its ends
-            for one, at in zip(events, ends, strict=True):
-                self._queues[at].popleft()
-                self._before[at] = (one,)
+            for one in events:
+                self._waiting[one] = BEGUN
                 self.starts[one] = self.now
                 self.causes[one] = cause
+            ends = tuple((self.todo[one].stage, self.todo[one].stream) for one in events)
             changed.update(stage for stage, _ in ends)
             phases = self.todo[number].phases
             if not phases:

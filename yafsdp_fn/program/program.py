@@ -3,8 +3,8 @@
 import dataclasses
 import difflib
 import math
-from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -68,41 +68,43 @@ def _away(
 # While the leaves of one unit travel to their owners, those of the unit before are worked on.
 
 
-class Updating:
-    """The order of updates, one part at a time. open: unit between two parts of its update -> the next part"""
+def update_turns(parts: Mapping[int, int]) -> Iterator[tuple[list[Op], list[int]]]:
+    """Yields the ops of updates, and the units that these complete, turn by turn: a turn begins with one more unit, and
+    goes on by one part with those that are between two.
 
-    def __init__(self, lent: Iterable[Lent]) -> None:
-        self._parts = {of.unit: of.parts for of in lent}
-        self.open: dict[int, int] = {}
-
-    def turn(self, units: Iterable[int] = ()) -> tuple[list[Op], list[int]]:
-        """Begins with `units`, and goes on by one part with those that were open: the ops, and what is done."""
+    parts: unit -> the number of parts of its update, in the order in which updates begin; 0 where there is no update
+    """
+    between: dict[int, int] = {}  # unit -> its next part
+    waiting = deque(parts)
+    while waiting or between:
+        turn = [*between]
+        if waiting:
+            turn.insert(0, waiting.popleft())
+        if not parts[turn[0]]:
+            yield [], turn[:1]
+            continue
         ops: list[Op] = []
         done: list[int] = []
-        before = list(self.open)
-        for unit in [*units, *before]:
-            part = self.open.pop(unit, 0)
+        for unit in turn:
+            part = between.pop(unit, 0)
             ops.append(Update((unit,), part))
-            if part + 1 == self._parts.get(unit, 1):
+            if part + 1 == parts[unit]:
                 done.append(unit)
             else:
                 ops.append(Exchange((unit,), part))
-                self.open[unit] = part + 1
-        return ops, done
+                between[unit] = part + 1
+        yield ops, done
 
 
 def after_program(trained: tuple[int, ...], lent: Iterable[Lent]) -> list[Op]:
     """Returns the norm and the updates that follow a program without updates."""
-    in_parts = [of.unit for of in lent]
-    whole = tuple(unit for unit in trained if unit not in in_parts)
+    parts = {of.unit: of.parts for of in lent}
+    whole = tuple(unit for unit in trained if unit not in parts)
     ops: list[Op] = [Norm(trained)]
-    if whole or not in_parts:
+    if whole or not parts:
         ops.append(Update(whole))
-    updating = Updating(lent)
-    for unit in in_parts:
-        ops += updating.turn([unit])[0]
-    while updating.open:
-        ops += updating.turn()[0]
+    for turn, _ in update_turns(parts):
+        ops += turn
     return ops
 
 
@@ -270,29 +272,29 @@ class Program:
 
     def slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each weight slot: the largest unit it ever holds. without: units that take no room"""
+        units = self.trace.units
         pairs = [pair for op in self.ops for pair in filled(op)]
         pairs += [(unit, slot) for slot, unit in self.carried().items()]
-        return _largest(pairs, {unit.id: unit.gather_bytes for unit in self.trace.units if unit.id not in without})
+        return _largest((slot, units[unit].gather_bytes) for unit, slot in pairs if unit not in without)
 
     def grad_slot_bytes(self, without: Collection[int] = ()) -> dict[int, int]:
         """Size of each gradient slot."""
+        units = self.trace.units
         pairs = [pair for op in self.ops if isinstance(op, ops.Reduce) for pair in zip(*op, strict=True)]
-        return _largest(pairs, {unit.id: unit.reduce_bytes for unit in self.trace.units if unit.id not in without})
+        return _largest((slot, units[unit].reduce_bytes) for unit, slot in pairs if unit not in without)
 
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves, or that crosses between segments, in it. Zero where
         nothing has measured what visits save."""
-        contents: list[tuple[Any, int]] = []
+        split = self.trace.split
+        sizes: list[tuple[int, int]] = []
         for op in self.ops:
             if isinstance(op, ops.Forward | ops.Fetch) and op.carry_slot is not None:
-                contents.append((op.visit, op.carry_slot))
-            for message, slot in self.trace.messages_of(op):
-                contents.append(((message.flow, message.back), slot))
-        size: dict[Any, int] = {visit.id: visit.cost.carry_slot_bytes for visit in self.trace.visits}
-        for number, flow in enumerate(self.trace.split.flows if self.trace.split else ()):
-            size[number, False] = round_up(flow.nbytes, LINE)
-            size[number, True] = round_up(flow.grad_bytes, LINE)
-        return _largest(contents, size)
+                sizes.append((op.carry_slot, self.trace.visits[op.visit].cost.carry_slot_bytes))
+            if split is not None:
+                messages = self.trace.messages_of(op)
+                sizes += [(slot, round_up(split.bytes_of(message), LINE)) for message, slot in messages]
+        return _largest(sizes)
 
     def host_bytes(self) -> dict[int, int]:
         """Returns visit -> size of its buffer on the host, zero where nothing has measured what it saves."""
@@ -325,27 +327,26 @@ class Program:
         sent: Counter[str] = Counter()
         after = () if self.has_updates else after_program(trace.trained, trace.lent)
         for op in (*self.ops, *after):
-            units = [trace.units[unit] for unit in getattr(op, "units", ())]
-            match op:
-                case ops.Gather(source="shard"):
-                    sent["gather"] += sum(_others(u.gather_wire, trace.ranks_of(u)) for u in units)
-                case ops.Gather():
-                    sent["gather in node"] += sum(_others(u.gather_bytes, trace.local_ranks_of(u)) for u in units)
-                case ops.Reduce():
-                    sent["reduce"] += sum(_others(u.reduce_wire, trace.ranks_of(u)) for u in units)
-                case ops.AllReduce(over="stages"):
-                    for u in units:
-                        holders = len(trace.split.holders(u.id)) if trace.split else 1
-                        shards = 2 * u.reduce_bytes // trace.ranks_of(u)
-                        sent["all-reduce over stages"] += shards * (holders - 1) // holders
-                case ops.AllReduce():
-                    for u in units:
-                        shards = (u.reduce_bytes + (u.sum_bytes or u.reduce_bytes)) // trace.ranks_of(u)
+            if isinstance(op, ops.Exchange):
+                sent["exchange"] += lent_bytes(trace, op.units)
+            elif isinstance(op, ops.Send) and trace.split is not None:
+                sent["message"] += trace.split.bytes_of(op.message)
+            for number in getattr(op, "units", ()):
+                unit = trace.units[number]
+                ranks = trace.ranks_of(unit)
+                match op:
+                    case ops.Gather(source="shard"):
+                        sent["gather"] += _others(unit.gather_wire, ranks)
+                    case ops.Gather():
+                        sent["gather in node"] += _others(unit.gather_bytes, trace.local_ranks_of(unit))
+                    case ops.Reduce():
+                        sent["reduce"] += _others(unit.reduce_wire, ranks)
+                    case ops.AllReduce(over="stages") if trace.split is not None:
+                        holders = len(trace.split.holders(number))
+                        sent["all-reduce over stages"] += 2 * unit.reduce_bytes // ranks * (holders - 1) // holders
+                    case ops.AllReduce():
+                        shards = (unit.reduce_bytes + (unit.sum_bytes or unit.reduce_bytes)) // ranks
                         sent["all-reduce"] += shards * (trace.replicas - 1) // trace.replicas
-                case ops.Send() if trace.split:
-                    sent["message"] += trace.split.bytes_of(op.message)
-                case ops.Exchange():
-                    sent["exchange"] += lent_bytes(trace, op.units)
         return sent
 
     # ---- as text
@@ -430,12 +431,11 @@ class Program:
 # ---- Sums over ops.
 
 
-def _largest(pairs: list[tuple[Any, int]], size: dict[Any, int]) -> dict[int, int]:
-    """Returns slot -> bytes, from the pairs `(content, slot)` of a kind of op, without contents of unknown size."""
+def _largest(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
+    """Returns slot -> the most bytes that it holds, from the bytes of each content."""
     out: dict[int, int] = {}
-    for unit, slot in pairs:
-        if unit in size:
-            out[slot] = max(out.get(slot, 0), size[unit])
+    for slot, nbytes in sizes:
+        out[slot] = max(out.get(slot, 0), nbytes)
     return dict(sorted(out.items()))
 
 

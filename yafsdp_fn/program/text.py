@@ -37,10 +37,8 @@ def _in_words(op: Any, trace: Trace) -> str:
         case ops.Exchange(units, part):
             way = "return" if part % 2 else "lend"
             return f"{way} {_units(units, trace)}"
-        case ops.Forward():
-            return _forward(op, trace)
-        case ops.Backward():
-            return _backward(op, trace)
+        case ops.Forward() | ops.Backward():
+            return _compute(op, trace)
         case _ if isinstance(op, OPS):  # what is moved follows from its annotations
             where = WHERE.get(getattr(op, "source", getattr(op, "over", "")), "")
             return f"{name_of(op)} {_subject(op, trace)}{where}{_moved(op)}"
@@ -51,41 +49,30 @@ def _in_words(op: Any, trace: Trace) -> str:
 
 # ---- computes
 
-
-def _forward(op: ops.Forward, trace: Trace) -> str:
-    words = f"forward {_visit(op, trace)} in {_slots(op.slots)}, "
-    words += "keep graph" if op.keep else "recompute"
-    if op.carry_slot is not None:
-        words += f", save in carry slot {op.carry_slot}"
-    if op.early:
-        words += f", may begin grad {_slots(op.early)}"
-    return words + _crossing(op)
+ENDS_OF_CALLS = {"takes": ", from carry {}", "gives": ", to carry {}"}
+PHRASES = {
+    "forward": {"slots": " in {}", "keep": "", "carry_slot": ", save in carry slot {}", "early": ", may begin grad {}"},
+    "backward": {"slots": " in {}", "carry_slot": ", carry slot {}", "grad_slots": " -> grad {}"},
+}
+"""The fields of computes in words, of a forward after whether it keeps its graph."""
 
 
-def _backward(op: ops.Backward, trace: Trace) -> str:
-    half = "" if op.half == "both" else f" ({op.half})"
-    words = f"backward{half} {_visit(op, trace)} "
-    if op.slots:
-        words += f"in {_slots(op.slots)}"
-    if op.carry_slot is not None:
-        words += f", carry slot {op.carry_slot}"
-    if op.grad_slots:
-        words += f" -> grad {_slots(op.grad_slots)}"
-    return (words + _crossing(op)).rstrip()
-
-
-def _visit(op: ops.ComputeOp, trace: Trace) -> str:
-    name = trace.visits[op.visit].name
-    return name if trace.microbatches == 1 else f"{name} (microbatch {op.microbatch})"
-
-
-def _crossing(op: ops.ComputeOp) -> str:
-    """Returns the carry slots of messages that a compute takes and gives, in words."""
-    words = ""
-    if op.takes:
-        words += f", from carry {_slots(op.takes)}"
-    if op.gives:
-        words += f", to carry {_slots(op.gives)}"
+def _compute(op: ops.ComputeOp, trace: Trace) -> str:
+    name = name_of(op)
+    words = f"{name} "
+    if isinstance(op, ops.Backward) and op.half != "both":
+        words += f"({op.half}) "
+    words += trace.visits[op.visit].name
+    if trace.microbatches > 1:
+        words += f" (microbatch {op.microbatch})"
+    for field, phrase in (PHRASES[name] | ENDS_OF_CALLS).items():
+        value = getattr(op, field)
+        if field == "keep":
+            words += ", keep graph" if value else ", recompute"
+        elif field == "carry_slot" and value is not None:
+            words += phrase.format(value)
+        elif value:
+            words += phrase.format(_slots(value))
     return words
 
 

@@ -1,11 +1,12 @@
 """Builds a program from a fixed assignment of units to slots; collectives that are waited for together are one op."""
 
 import dataclasses
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
-from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Stash, Update
-from yafsdp_fn.program.program import Program, Updating
+from yafsdp_fn.program.ops import AllReduce, Backward, ComputeOp, Forward, Gather, Norm, Op, Reduce, Stash
+from yafsdp_fn.program.program import Program, update_turns
 from yafsdp_fn.program.trace import Compute, Trace, UnitSpec, Visit, reads_of, writes_of
 from yafsdp_fn.schedules.remat import Offloading, Remat, offloaded
 
@@ -116,20 +117,18 @@ def build(
     if defer is True:
         deferred = range(len(trace.units))
     # the ops, compute by compute
-    builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary)
+    updates = update and trace.trains
+    builder = _Builder(trace, slots, grad_slots, prefetch, deferred, secondary, updates)
     recompute = remat(trace)
     for i, now in enumerate(trace.order):
-        builder.gather(trace.order[i : i + prefetch + 1])
+        builder.gather(i)
         builder.ops.append(op_of(now, trace, slots, grad_slots, recompute))
         if now.kind != "forward":
             builder.reduce(i, now)
     builder.ops += sums_over_stages(trace)
-    if update and trace.trains:
+    if updates:
         builder.finish()
-    # without what nothing reads
-    again = {unit for op in builder.ops if isinstance(op, Gather) and op.source == "node" for unit in op.units}
-    read = [op for op in builder.ops if not isinstance(op, Stash) or again.issuperset(op.units)]
-    ops: list[Op] = begun_early(_without_needless_gathers(trace, read))
+    ops = begun_early(builder.ops)
     return Program(trace, tuple(offloaded(ops, remat, trace) if isinstance(remat, Offloading) else ops))
 
 
@@ -155,55 +154,74 @@ def sums_over_stages(trace: Trace) -> list[Op]:
 
 @dataclasses.dataclass
 class _Builder:
+    """The ops so far, and what is gathered when: as early as `prefetch` and the slots allow, in the order of computes.
+
+    due: compute before which to gather -> compute for which -> units, which are gathered together
+    kept: frozen units that stay in their slots from step to step
+    ahead: units that the step before has gathered after their updates, and that this one gathers for the next
+    stashed: units that are gathered inside the node from now on
+    """
+
     trace: Trace
     slots: Mapping[int, int]
     grad_slots: Mapping[int, int]
     prefetch: int
     deferred: Container[int]
     secondary: Container[int]
+    updates: bool
 
     def __post_init__(self) -> None:
         self.ops: list[Op] = []
-        # what is gathered, and in which update it is
-        self.held: dict[int, int] = {}  # slot -> unit
+        # gathers
+        self.due: defaultdict[int, defaultdict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
+        self.times: Counter[int] = Counter()  # unit -> gathers of it
+        first, last = self._plan()
+        self.kept = {u for slot, u in first.items() if last[slot] == u and not self.trace.units[u].trainable}
+        begin = {unit for units in self.due[0].values() for unit in units}
+        self.ahead = begin - self.kept if self.updates else set[int]()
+        self.held = self.kept | self.ahead  # units that the first gather would find in their slots
         self.stashed: set[int] = set()
-        self.updating = Updating(self.trace.lent)
-        self.wanted: dict[int, int] = {}  # slot -> unit that the next step's first gathers put there
-        self.last_write = {unit: i for i, now in enumerate(self.trace.order) for unit in writes_of(now, self.trace)}
         # gradients
+        self.last_write = {unit: i for i, now in enumerate(self.trace.order) for unit in writes_of(now, self.trace)}
         used = list(self.grad_slots.values())
         self.shared = {slot for slot in used if used.count(slot) > 1}
 
+    def _plan(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Finds when to gather each unit. Returns slot -> the unit that is put into it first, and the last one."""
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        free: dict[int, int] = {}  # slot -> the compute before which it can be filled: the one after its last reader
+        at = 0
+        for number, compute in enumerate(self.trace.order):
+            for unit in reads_of(compute, self.trace):
+                slot = self.slots[unit]
+                if last.get(slot) != unit:
+                    at = max(at, number - self.prefetch, free.get(slot, 0))
+                    self.due[at][number].append(unit)
+                    self.times[unit] += 1
+                    first.setdefault(slot, unit)
+                    last[slot] = unit
+                free[slot] = number + 1
+        return first, last
+
     # ---- the ops of a compute
 
-    def gather(self, window: Iterable[Compute]) -> None:
-        """Gathers for the computes of `window`, up to the first whose slot an earlier one of the window still reads."""
-        busy: set[int] = set()
-        for compute in window:
-            units = reads_of(compute, self.trace)
-            missing: list[int] = []
-            for unit in units:
-                slot = self.slots[unit]
-                if self.held.get(slot) != unit:
-                    if slot in busy:
-                        break
-                    missing.append(unit)
-                    self.held[slot] = unit
-                busy.add(slot)
-            in_node = [unit for unit in missing if unit in self.stashed]
-            self._gather_together([unit for unit in missing if unit not in in_node], "shard")
+    def gather(self, i: int) -> None:
+        """Gathers what is due before compute `i`, and stashes what is gathered inside the node from now on."""
+        for units in self.due[i].values():
+            in_node = [unit for unit in units if unit in self.stashed]
+            from_all = [unit for unit in units if unit not in self.stashed]
+            self._gather_together([unit for unit in from_all if unit not in self.held], "shard")
+            self.held.difference_update(units)
+            for unit in from_all:
+                if unit in self.secondary and self.times[unit] > 1:
+                    self.ops.append(Stash((unit,), (self.slots[unit],)))
+                    self.stashed.add(unit)
             self._gather_together(in_node, "node")
-            if any(self.held.get(self.slots[unit]) != unit for unit in units):
-                return
 
     def _gather_together(self, units: Sequence[int], source: Literal["shard", "node"]) -> None:
-        """Gathers units for one compute, and stashes those that are gathered inside the node from now on."""
         if units:
             self.ops.append(Gather(tuple(units), tuple(self.slots[unit] for unit in units), source))
-        for unit in units:
-            if unit in self.secondary and unit not in self.stashed:
-                self.ops.append(Stash((unit,), (self.slots[unit],)))
-                self.stashed.add(unit)
 
     def reduce(self, i: int, now: Compute) -> None:
         """Reduces the gradients that are complete after compute `i`, and those that must leave a shared slot."""
@@ -225,22 +243,6 @@ class _Builder:
         if summed:
             self.ops.append(AllReduce(tuple(summed)))
 
-    # ---- updates, and gathers for the next step
-
-    def update(self, units: Iterable[int]) -> None:
-        """Begins the updates of `units`, and goes on with those that have several parts."""
-        ops, done = self.updating.turn(units)
-        self.ops += ops
-        for unit in done:
-            self.gather_ahead(unit)
-
-    def gather_ahead(self, unit: int) -> None:
-        """Gathers `unit` for the next step, if that begins with it."""
-        slot = self.slots[unit]
-        if self.wanted.get(slot) == unit and (self.held.get(slot) != unit or self.trace.units[unit].trainable):
-            self.ops.append(Gather((unit,), (slot,)))
-            self.held[slot] = unit
-
     # ---- the end of the step
 
     def finish(self) -> None:
@@ -249,55 +251,18 @@ class _Builder:
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
         if self.trace.trained:
             self.ops.append(Norm(self.trace.trained))
-        # what the next step gathers first
-        visits = self.trace.visits
-        first = self.trace.order[: self.prefetch + 1]
-        wanted: dict[int, int] = {}  # slot -> unit, up to the first unit that would need the slot of an earlier one
-        for unit in (unit for compute in first for unit in reads_of(compute, self.trace)):
-            if wanted.setdefault(self.slots[unit], unit) != unit:
-                break
-        self.wanted = wanted
-        # updates, in the order of visits
-        order = [*(unit for visit in visits for unit in visit.units), *(unit.id for unit in self.trace.units)]
-        for unit in dict.fromkeys(order):
-            if self.trace.units[unit].trainable:
-                self.update([unit])
-            else:
-                self.gather_ahead(unit)
-        while self.updating.open:
-            self.update([])
+        visited = [unit for visit in self.trace.visits for unit in visit.units]
+        parts: dict[int, int] = {}
+        for unit in (*visited, *range(len(self.trace.units))):
+            parts[unit] = self.trace.parts(unit) if self.trace.units[unit].trainable else 0
+        for ops, done in update_turns(parts):
+            self.ops += ops
+            for unit in done:
+                if unit in self.ahead:
+                    self._gather_together([unit], "shard")
 
 
 # ---- Passes over a program.
-
-
-def _without_needless_gathers(trace: Trace, ops: list[Op]) -> list[Op]:
-    """Drops a step's first gather into each slot where the slot still holds, from the step before, what it gathers.
-
-    That is the case for frozen units, and for those that were gathered after their update.
-    """
-    # what each slot is first given, and what it ends with
-    first: dict[int, tuple[int, int]] = {}  # slot -> op, unit
-    last: dict[int, tuple[int, bool]] = {}  # slot -> unit that it ends with, whether in the next step's version
-    updated: set[int] = set()
-    for index, op in enumerate(ops):
-        if isinstance(op, Update):
-            updated.update(unit for unit in op.units if op.part + 1 == trace.parts(unit))
-        if isinstance(op, Gather):
-            for unit, slot in zip(op.units, op.slots, strict=True):
-                first.setdefault(slot, (index, unit))
-                last[slot] = (unit, unit in updated or not trace.units[unit].trainable)
-    needless = {(index, slot) for slot, (index, unit) in first.items() if last[slot] == (unit, True)}
-    kept: list[Op] = []
-    for index, op in enumerate(ops):
-        if isinstance(op, Gather):
-            pairs = [pair for pair in zip(op.units, op.slots, strict=True) if (index, pair[1]) not in needless]
-            if not pairs:
-                continue
-            units, slots = zip(*pairs, strict=True)
-            op = op._replace(units=units, slots=slots)
-        kept.append(op)
-    return kept
 
 
 def begun_early(ops: Iterable[Op]) -> list[Op]:

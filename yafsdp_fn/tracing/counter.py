@@ -29,10 +29,10 @@ ADDING = {"aten::index_add_", "aten::scatter_add_", "aten::index_put_"}
 
 
 class _Kernel(NamedTuple):
-    """A kernel that is no product. reads: of each input the kernel that wrote it (None: a product, or it is older), the
-    version of its memory, and its bytes. writes: storages and bytes"""
+    """A kernel that is no product. reads: of each input its origin, which is the number of the kernel that wrote it, or
+    below zero where a product wrote it, or it is older; and its bytes. writes: storages and bytes"""
 
-    reads: tuple[tuple[int | None, int, int], ...]
+    reads: tuple[tuple[int, int], ...]
     writes: tuple[tuple[weakref.ref[Any], int], ...]
 
 
@@ -56,10 +56,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._escaped = set[int]()  # kernels whose results a product or attention has read
         self._apart = (0, 0)
         # by memory, while it lives
-        self._writer: Any = WeakIdKeyDictionary()  # the kernel that wrote it last
-        self._version: Any = WeakIdKeyDictionary()  # what tells its content from what was there before
+        self._origin: Any = WeakIdKeyDictionary()  # of its content, as `_Kernel` has it
         self._made: Any = WeakIdKeyDictionary()  # FLOPs of products until it was written
-        self._versions = itertools.count()
+        self._outside = itertools.count(-1, -1)  # numbers below zero
 
     def __enter__(self) -> "Counter":
         _counting.append(self)
@@ -83,18 +82,18 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return number
 
         for number, kernel in enumerate(self._kernels):
-            for writer, _, _ in kernel.reads:
-                if writer is not None:
-                    root[of(number)] = of(writer)
+            for origin, _ in kernel.reads:
+                if origin >= 0:
+                    root[of(number)] = of(origin)
         # fused: what a group reads from outside, once, and writes for others; eager: what each kernel reads and writes
         outside: dict[tuple[int, int], int] = {}
         fused = 0
         eager = 0
         for number, kernel in enumerate(self._kernels):
-            for writer, version, nbytes in kernel.reads:
+            for origin, nbytes in kernel.reads:
                 eager += nbytes
-                if writer is None:
-                    outside.setdefault((of(number), version), nbytes)
+                if origin < 0:
+                    outside.setdefault((of(number), origin), nbytes)
             for storage, nbytes in kernel.writes:
                 eager += nbytes
                 if storage() is not None or number in self._escaped:
@@ -129,11 +128,9 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if product:
             self._products += sum(map(_bytes_of, [*given, *made]))
             self._product_kernels += 1
-            writers = [self._writer.get(x.untyped_storage()) for x in given]
-            self._escaped.update(writer for writer in writers if writer is not None)
+            self._escaped.update(self._origin.get(x.untyped_storage(), -1) for x in given)
             for x in made:
-                self._writer[x.untyped_storage()] = None
-                self._version[x.untyped_storage()] = next(self._versions)
+                self._origin[x.untyped_storage()] = next(self._outside)
             return
         if any(memory_key(x) in self._ignored for x in made):
             return
@@ -141,14 +138,14 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         most = sum(map(_bytes_of, given[1:] if schema.name in ADDING else made))
         reads = []
         for at, x in enumerate(given):
-            memory = x.untyped_storage()
+            origin = self._origin.setdefault(x.untyped_storage(), next(self._outside))
             nbytes = _bytes_of(x)
             if at == 0 and schema.name in (*BY_ROWS, *ADDING):
                 nbytes = min(nbytes, most)
-            reads.append((self._writer.get(memory), self._version.setdefault(memory, next(self._versions)), nbytes))
+            reads.append((origin, nbytes))
         writes = [(weakref.ref(x.untyped_storage()), min(most, _bytes_of(x))) for x in made]
         for x in made:
-            self._writer[x.untyped_storage()] = len(self._kernels)
+            self._origin[x.untyped_storage()] = len(self._kernels)
         self._kernels.append(_Kernel(tuple(reads), tuple(writes)))
 
     @property
@@ -159,15 +156,16 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         count = flop_registry.get(getattr(func, "_overloadpacket", func))
-        if "scaled_dot_product" in str(func):  # a kernel that the rule does not see: in F.multi_head_attention_forward
+        attention = "scaled_dot_product" in str(func)  # a kernel that the rule does not see
+        if attention:  # in F.multi_head_attention_forward
             self._by_kernel += kernel_flops(func, args, kwargs)
-        elif count:
+        elif count is not None:
             flops = count(*args, **kwargs, out_val=out)
             if "flex_attention" in str(func):
                 self._by_kernel += flops
             else:
                 self.matmul += flops
-        self._note(func, args, kwargs, out, product="scaled_dot_product" in str(func) or count is not None)
+        self._note(func, args, kwargs, out, product=attention or count is not None)
         return out
 
 
