@@ -132,7 +132,7 @@ def shard(
     mesh = old.mesh if mesh is None else mesh
     seed = found[0].origin.seed if seed is None else seed
     whole = _Whole(found)
-    if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
+    if left := sorted(whole.names.difference(*(group.layout.names for group in layout.groups))):
         raise ValueError(
             f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not: they would "
             "be lost. Adapters are added to their weights by ya.merge_lora"
@@ -295,7 +295,7 @@ def _filled(
         raise TypeError(f"seed={seed!r}: expected an integer, the same on every rank")
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
-    for _, group in layout.groups:
+    for group in layout.groups:
         dtypes = f"gathered in {group.dtype}, reduced in {group.reduce} (None: as Precision says)"
         how = f"split {group.splits}, {dtypes}, on the wire {group.wire}, cut at multiples of {group.layout.align}"
         described |= {name: f"{len(group.units)} x {shape}, {how}" for name, shape in _leaves_of(group)}
@@ -305,8 +305,8 @@ def _filled(
 
     def masters(placement: Placement[Communicators]) -> list[Tensor]:
         made = placement.shards(comms.device)
-        for master, (entry, group) in zip(made, placement.layout.groups, strict=True):
-            fill_group(master, entry, group, comms, sources(group), together)
+        for master, group in zip(made, placement.layout.groups, strict=True):
+            fill_group(master, group, comms, sources(group), together)
         return made
 
     return StateMemory(layout, masters, mesh, precision, stages)
@@ -400,7 +400,7 @@ def _copy(before: Any, node: Any) -> None:
         for _, group, leaf in node.group_leaves():
             if whole.names.issuperset(group.layout.names):
                 sources = [whole.source(*of) for of in _leaves_of(group)]
-                fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
+                fill_group(leaf, group, node.owner.comms, sources, together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.communication.ranks import Axis, Ranks
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
@@ -38,12 +38,11 @@ class ShardSlice:
         over axes; start: a
     """
 
-    def __init__(self, shard: Tensor, entry: Entry, group: Group, ranks: Ranks) -> None:
-        self.entry = entry
+    def __init__(self, shard: Tensor, group: Group, ranks: Ranks) -> None:
         self.group = group
         self.ranks = ranks
         self.dtype = shard.dtype
-        self.shape = _shape_of(group, len(group.units) if entry.stacked(group) else None)
+        self.shape = _shape_of(group, len(group.units) if group.stacked else None)
         n = shard.shape[-1]
         numel = self.shape[-1]
         start = ranks.without(group.over).rank * n
@@ -58,7 +57,7 @@ class ShardSlice:
         """
         group = self.group
         found: dict[tuple[int, ...], Tensor] = {}
-        if self.entry.stacked(group):
+        if group.stacked:
             for rows in self._runs(group.counted if saved else range(len(group.here))):
                 first = rows[0]
                 found[group.here[first], self.start] = self.shard.narrow(0, first, len(rows))
@@ -121,8 +120,8 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                out[key] = ShardSlice(shard, node.entry, group, node.owner.comms)
-                described[key] = _described(node.entry, group, shard)
+                out[key] = ShardSlice(shard, group, node.owner.comms)
+                described[key] = _described(group, shard)
         elif isinstance(node, Tensor):
             out[path] = node
             described[path] = {"dtype": str(node.dtype), "shape": list(node.shape)}
@@ -131,11 +130,11 @@ def tensors(tree: Tree) -> tuple[dict[str, Content], dict[str, Description]]:
     return out, described
 
 
-def _described(entry: Entry, group: Group, shard: Tensor) -> Description:
+def _described(group: Group, shard: Tensor) -> Description:
     """Returns the description of a group's leaves."""
     found: Description = {
         "dtype": str(shard.dtype) if group.encodes is None else group.encodes.format.name,
-        "layers": entry.length if entry.stacked(group) else None,
+        "layers": group.length if group.stacked else None,
         "leaves": dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True)),
     }
     if group.axes:
@@ -189,7 +188,7 @@ class Recut(NamedTuple):
         n = group.layout.shard_numel(ranks.without(group.over).ranks)
         row = shard.new_empty(*shard.shape[:-1], n)  # the slice ends before padding
         sources = [partial(self._whole, read, leaf) for leaf in self.leaves]
-        fill_group(row, self.slice.entry, group, ranks, sources)
+        fill_group(row, group, ranks, sources)
         shard.copy_(row.narrow(-1, 0, shard.shape[-1]))
 
     def _whole(self, read: Read, leaf: SavedLeaf, layer: int | None) -> Tensor:

@@ -240,7 +240,7 @@ def load_moments(directory: Directory, state: ShardedState, name: Name) -> Shard
                             steps.setdefault(find(path, layer, (), STEP).read().item(), path)
                         sources.append(lambda layer, kept=kept: kept[layer].read())
                     comms = handle.owner.comms
-                    fills.append(partial(fill_group, shard, handle.entry, group, comms, sources))
+                    fills.append(partial(fill_group, shard, group, comms, sources))
         if len(steps) != 1:
             told = ", ".join(f"{path} {step:g}" for step, path in steps.items())
             raise CheckpointError(

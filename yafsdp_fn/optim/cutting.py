@@ -86,8 +86,8 @@ class Cutter:
         for number, group in enumerate(handle.entry.groups, handle.context.first_group):
             of_group = ranks.without(group.over)
             origin = Origin(SingleUnitOwner(of_group.rank, of_group.ranks), 0)
-            here = dataclasses.replace(group, on_host=False)  # in a step, its rows are on the device
-            context = Context(dataclasses.replace(handle.entry, groups=(here,), length=None), number, origin)
+            here = dataclasses.replace(group, stacked=False, on_host=False)  # in a step, its rows are on the device
+            context = Context(dataclasses.replace(handle.entry, groups=(here,)), number, origin)
             if number not in leaves:  # other units of a part of the tree, such as that of a label
                 empty = Sharded((), dataclasses.replace(context, only=frozenset()))
                 out.update(dict.fromkeys(group.held if group.units[0] in self._like else (), empty))
@@ -160,7 +160,7 @@ def row_runs(rule: Callable[[str, Param], Any], handle: Sharded, group: Group, n
     """
     start = handle.owner.comms.without(group.over).rank * n
     pieces = list(group.layout.pieces(start, start + n))
-    said = by_leaf(rule, handle.entry, group)
+    said = by_leaf(rule, group)
     values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
     ends = [piece.start for piece in pieces[1:]] + [n]
     lengths = [b - a for a, b in itertools.pairwise([0, *ends])]

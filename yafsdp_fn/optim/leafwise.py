@@ -223,7 +223,7 @@ def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
     units = []
     for handle in handles:
         for _, group, shard in handle.group_leaves():
-            leaves = _chosen(rule, group, handle.entry.params(group))
+            leaves = _chosen(rule, group, group.params)
             chosen.append((group, leaves))
             subgroups = handle.owner.comms.subgroups(across=group.over)
             units += [(unit, shard.shape[-1], leaves, subgroups) for unit in group.held]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from yafsdp_fn.communication.formats import WHOLE, Wire
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.markers import Frozen, without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, no_leaf, settle, shape_of
@@ -156,26 +156,23 @@ def fill(
         row[piece.start : piece.stop].copy_(whole.narrow(0, piece.origin, piece.stop - piece.start))
 
 
-def fill_group(
-    shards: Tensor, entry: Entry, group: Group, ranks: Ranks, sources: Sequence[Source], together: bool = False
-) -> None:
+def fill_group(shards: Tensor, group: Group, ranks: Ranks, sources: Sequence[Source], together: bool = False) -> None:
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
     pinned one holds all layers. together: as for `fill`, units of other stages too"""
-    stacked = entry.stacked(group)
     rank = ranks.without(group.over).rank
-    rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
+    rows = dict(zip(group.here, shards.unbind() if group.stacked else (shards,), strict=False))
 
     # of a leaf that is split over axes, this rank's part
     def local(number: int, give: Source, layer: int | None) -> Tensor:
-        if stacked:
+        if group.stacked:
             whole = give(layer)
         else:
-            whole = whole_leaf(give, entry.length if group.has_layers else None)
+            whole = whole_leaf(give, group.length if group.has_layers else None)
         return group.local_slice(number, whole, ranks)
 
     local_sources = [partial(local, number, give) for number, give in enumerate(sources)]
     for index in range(len(group.units)) if together else group.here:
-        layer = index if stacked else None
+        layer = index if group.stacked else None
         if index in rows:
             fill(rows[index], group.layout, rank, local_sources, layer, together)
         else:
@@ -243,7 +240,7 @@ def _whole(node: Any) -> Any:
     comms = node.owner.comms
     for _, group, leaf in node.check().group_leaves():
         # a leaf of another size would be gathered, but mix units up
-        stacked = node.entry.stacked(group)
+        stacked = group.stacked
         n = group.shard_numel(comms)
         if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
             shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
@@ -277,7 +274,7 @@ def unit_shard(handle: Sharded, group: Group, leaf: Tensor, index: int, dtype: t
 def shard_at_home(handle: Sharded, group: Group, leaf: Tensor, index: int) -> Tensor:
     """Returns this rank's part [..., n] of unit number `index` of a group, or uninitialised memory of its size where
     another stage is the unit's home."""
-    stacked = handle.entry.stacked(group)
+    stacked = group.stacked
     if group.home(index) != group.stage:
         row = leaf.new_empty(*leaf.shape[: -2 if stacked else -1], group.shard_numel(handle.owner.comms))
     else:
@@ -305,5 +302,5 @@ def _cut(node: Any, whole: Any) -> Any:
         named = zip(group.layout.names, group.leaves, strict=True)
         sources = [source(name, leaves[k], 0, shard.device) for name, k in named]
         out.append(torch.empty_like(shard))
-        fill_group(out[-1], node.entry, group, node.owner.comms, sources)
+        fill_group(out[-1], group, node.owner.comms, sources)
     return Sharded(tuple(out), node.context)

@@ -26,7 +26,7 @@ def whole_unit(handle: Sharded, layer: int, pinned: dict[int, list[Tensor]], dty
     for number, group, leaf in handle.check().group_leaves():
         wholes = pinned.get(number)
         if wholes is None:
-            index = layer if handle.entry.stacked(group) else 0
+            index = layer if group.stacked else 0
             row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
             wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
         if group.pinned:
@@ -171,7 +171,7 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
     for number, by_layer in pinned.items():
         group = groups[number]
         sources = [lambda layer, at=at, given=by_layer: given[layer or 0][at] for at in range(len(group.leaves))]
-        fill_group(shards[number], stack.entry, group, memory.comms, sources)
+        fill_group(shards[number], group, memory.comms, sources)
     return Sharded(tuple(shards), stack.context)
 
 

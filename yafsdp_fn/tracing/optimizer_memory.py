@@ -107,7 +107,7 @@ Spread = tuple[int, tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...
 
 def _spread(state: Any, layout: TreeLayout, block: int) -> Spread:
     """Returns where a state's bytes are. layout: on the mesh, of this rank's parts"""
-    here = {group.units: group for _, group in layout.groups}
+    here = {group.units: group for group in layout.groups}
     fixed = 0
     shards = Counter[tuple[int, int]]()
     on_host = Counter[int]()

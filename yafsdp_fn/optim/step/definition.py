@@ -203,7 +203,7 @@ def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
     passes: list[bool] = []
     for handle in handles(params):
         for _, group, _ in handle.group_leaves():
-            passes += by_leaf(chosen, handle.entry, group)
+            passes += by_leaf(chosen, group)
     if all(passes):
         return None
     return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)
