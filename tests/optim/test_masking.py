@@ -1,4 +1,4 @@
-"""Masks are rules over leaves: trees of masks, as Optax takes, are refused by name; what rules are told of a leaf."""
+"""Masks are rules over leaves: trees of masks, as Optax takes, are refused by name."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.pool import on_ranks
-from tests.harness.small import assert_equal, batch, loss, model
 from yafsdp_fn import optim
 
 TREE = {"embed": True, "head": {"weight": False}}
@@ -28,15 +26,3 @@ def test_what_is_no_rule_is_refused(takes: str, mask: Any) -> None:
     expected = rf"expected a function of a leaf's path and its ya.Param, got {type(mask).__name__}: lambda path, param"
     with pytest.raises(TypeError, match=expected):
         TAKES[takes](mask)
-
-
-@on_ranks(1, 2)
-def test_a_rule_sees_layers_as_such_unit_by_unit(mesh: Any) -> None:
-    """A rule that asks for leaves of stacks, where no kernel takes the step: in a program, and after it."""
-    tx = optim.lion(0.01, weight_decay=0.5, mask=optim.layer_matrices)
-    found = []
-    for update in (False, True):
-        step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=update))
-        state, _ = step(ya.init(model(), tx, mesh=mesh), batch())
-        found.append(ya.unshard(state))
-    assert_equal(*found)
