@@ -1,5 +1,6 @@
 """Measures, on fake tensors, the memory of an optimizer, and the computation of owners of whole leaves."""
 
+import functools
 import math
 from collections import Counter
 from contextlib import suppress
@@ -143,19 +144,19 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
     lanes = leafwise_lanes(tx, params)
     for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        for of_group in plan(rule, handles(own)).values():
-            for leaf in of_group.leaves:
-                nbytes, flops = _measured(rule, leaf, placement)
-                for unit in of_group.owners:
-                    _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
-                    found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
+        measured = functools.cache(functools.partial(_measured, rule, placement))
+        for unit, of_unit in plan(rule, handles(own)).items():
+            for leaf in of_unit.leaves:
+                nbytes, flops = measured(leaf)
+                _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
+                found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
     leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}
     for (unit, _), measured in sorted(found.items()):
         leaves[unit].append(measured)
     return tuple(of._replace(leaves=tuple(leaves[of.unit])) for of in lent)
 
 
-def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:
+def _measured(rule: Leafwise, placement: Placement[Any], leaf: Leaf) -> tuple[int, int]:
     """Returns the bytes of a whole leaf that would travel one way, and the FLOPs of its update."""
     device, param = placement.comms.device, placement.precision.param
     with FakeTensorMode(allow_non_fake_inputs=True):
