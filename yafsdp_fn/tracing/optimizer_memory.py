@@ -1,9 +1,9 @@
 """Measures, on fake tensors, the memory of an optimizer, and the computation of owners of whole leaves."""
 
-import functools
 import math
 from collections import Counter
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -144,7 +144,7 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
     lanes = leafwise_lanes(tx, params)
     for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        measured = functools.cache(functools.partial(_measured, rule, placement))
+        measured = cache(partial(_measured, rule, placement))
         for unit, of_unit in plan(rule, handles(own)).items():
             for leaf in of_unit.leaves:
                 nbytes, flops = measured(leaf)
