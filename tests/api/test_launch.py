@@ -340,13 +340,13 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
 def test_no_rank_begins_before_all_are_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a rank's connection makes this process' store do, a thread of it does: a fork meanwhile keeps its locks."""
     module = sys.modules["yafsdp_fn.api.launch"]
-    start, begun = module._start, []
+    start, begun = module._Rank, []
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.2)
         begun.append(sorted(tmp_path.iterdir()))
         return start(*args)
 
-    monkeypatch.setattr(module, "_start", slowly)
+    monkeypatch.setattr(module, "_Rank", slowly)
     ya.launch(lambda: (tmp_path / os.environ["RANK"]).touch(), ranks=3)
     assert begun == [[], [], []] and len(list(tmp_path.iterdir())) == 3

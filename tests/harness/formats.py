@@ -169,9 +169,9 @@ class Plain:
         self.dtypes = [leaf.compute or compute for leaf in leaves]
         self.names: list[str] = optree.tree_leaves(ya.params.leaf_names(bare))
         self.frozen, self.stacked = set[str](), set[str]()
-        for entry, group in tree_layout(abstract)[0].groups:
+        for group in tree_layout(abstract)[0].groups:
             self.frozen.update(() if group.trainable else group.layout.names)
-            self.stacked.update(group.layout.names if entry.stacked(group) else ())
+            self.stacked.update(group.layout.names if group.stacked else ())
 
     def passed(self, name: str, format: Format | None, leaf: Tensor) -> Tensor:
         if format is None or name in self.stacked:

@@ -48,7 +48,7 @@ def formed(w: ya.LowRank) -> Tensor:
 
 
 def groups(tree: Any) -> list[tuple[str, tuple[str, ...], bool, torch.dtype | None]]:
-    return [(g.name, g.layout.names, g.trainable, g.dtype) for _, g in tree_layout(tree)[0].groups]
+    return [(g.name, g.layout.names, g.trainable, g.dtype) for g in tree_layout(tree)[0].groups]
 
 
 def test_what_was_one_unit_is_two_and_weights_keep_their_names() -> None:

@@ -45,6 +45,7 @@ TXS: dict[str, Any] = {
         optim.sgd(lambda count: 0.1 / (count + 1), momentum=0.9),
     ),
     "decay of some leaves": optim.adamw(0.05, weight_decay=0.1, mask=matrices),
+    "decay of layers": optim.lion(0.01, weight_decay=0.5, mask=optim.layer_matrices),
     "two partitions": optim.chain(
         optim.masked(optim.sgd(0.1, momentum=0.9), matrices),
         optim.masked(optim.adam(0.05), lambda path, param: not matrices(path, param)),
@@ -59,7 +60,8 @@ TXS: dict[str, Any] = {
 
 def trained(mesh: Any, name: str, on_host: bool = False) -> None:
     plain_tx = TXS[name]
-    trains_as_plain(mesh, optim.on_host(plain_tx) if on_host else plain_tx, plain_tx, steps=STEPS)
+    inside = name == "decay of layers"  # of which units know, too
+    trains_as_plain(mesh, optim.on_host(plain_tx) if on_host else plain_tx, plain_tx, inside=inside, steps=STEPS)
 
 
 @pytest.mark.parametrize("world", [nightly(1), nightly(2), 3])

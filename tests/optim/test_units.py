@@ -48,7 +48,7 @@ def shards(seed: int, dtype: torch.dtype = torch.float32, rank: int = 0, length:
     generator = torch.Generator().manual_seed(seed)
     comms = Ranks(1, 1, rank + 1, torch.device("cpu"), rank)
     owner: Any = SimpleNamespace(comms=comms, generation=0)
-    shapes = [(len(g.units),) * entry.stacked(g) + (length(g.layout.numel),) for entry, g in layout.groups]
+    shapes = [(len(g.units),) * g.stacked + (length(g.layout.numel),) for g in layout.groups]
     leaves = [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
     return trainable(placed(layout, leaves, Origin(owner, 0)))
 

@@ -50,7 +50,7 @@ class Net(NamedTuple):
 
 
 def groups_of(tree: Any) -> list[tuple[str, tuple[int, ...], tuple[str, ...], bool]]:
-    return [(g.name, g.units, g.layout.names, g.trainable) for _, g in tree_layout(tree)[0].groups]
+    return [(g.name, g.units, g.layout.names, g.trainable) for g in tree_layout(tree)[0].groups]
 
 
 def test_a_marker_below_a_container_makes_its_children_entries() -> None:
@@ -64,7 +64,7 @@ def test_a_marker_below_a_container_makes_its_children_entries() -> None:
 def test_frozen_around_a_container_moves_down_onto_its_stacks_and_units() -> None:
     frozen = ya.frozen({"layers": ya.Stacked({"w": param(2, 3)}), "norm": {"w": param(3)}}, torch.bfloat16)
     layout, _ = tree_layout({"encoder": frozen, "head": param(1)})
-    assert [(e.name, g.units, g.trainable, g.dtype) for e, g in layout.groups] == [
+    assert [(e.name, g.units, g.trainable, g.dtype) for e in layout.entries for g in e.groups] == [
         ("encoder.layers", (0, 1), False, torch.bfloat16),
         ("encoder.norm", (2,), False, torch.bfloat16),
         ("head", (3,), True, None),
@@ -77,7 +77,7 @@ def test_frozen_around_a_container_moves_down_onto_its_stacks_and_units() -> Non
 
 def test_the_dtype_of_frozen_is_the_innermost() -> None:
     tree = {"x": ya.frozen({"a": ya.frozen(param(2), torch.float16), "b": param(3)}, torch.bfloat16)}
-    found = {g.layout.names: (g.dtype, g.trainable) for _, g in tree_layout(tree)[0].groups}
+    found = {g.layout.names: (g.dtype, g.trainable) for g in tree_layout(tree)[0].groups}
     assert found == {("x.a",): (torch.float16, False), ("x.b",): (torch.bfloat16, False)}
 
 

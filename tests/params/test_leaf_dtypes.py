@@ -22,7 +22,7 @@ HALF = ya.Precision(compute=BF16)
 
 
 def names(abstract: Any) -> list[str]:
-    return [group.name for _, group in tree_layout(abstract)[0].groups]
+    return [group.name for group in tree_layout(abstract)[0].groups]
 
 
 def bare(abstract: Any) -> Any:
@@ -36,7 +36,7 @@ def test_units_of_a_stack_by_dtype() -> None:
     assert names(bare(tree())) == ["embed", "head", "layers"]
     whole = {"layers": ya.Stacked({"w": ya.Param((2, 3), compute=F32)})}
     assert names(whole) == ["layers"]  # no other leaves to tell it from
-    found = {group.name: (group.dtype, group.reduce, group.layout.names) for _, group in tree_layout(tree())[0].groups}
+    found = {group.name: (group.dtype, group.reduce, group.layout.names) for group in tree_layout(tree())[0].groups}
     assert found["layers.compute(float32)"] == (F32, None, ("layers.decay", "layers.gain", "layers.router"))
 
 

@@ -29,7 +29,7 @@ def tree() -> Params:
 
 
 def groups(abstract: Any) -> list[tuple[str, tuple[int, ...], tuple[tuple[int, ...], ...], bool]]:
-    return [(g.name, g.units, g.layout.shapes, g.trainable) for _, g in tree_layout(abstract)[0].groups]
+    return [(g.name, g.units, g.layout.shapes, g.trainable) for g in tree_layout(abstract)[0].groups]
 
 
 # ---- layout
@@ -69,7 +69,7 @@ def test_units_and_what_is_frozen_have_pinned_units_of_their_own() -> None:
         "s.frozen": (7, 10),
     }
     layout, _ = tree_layout({"s": ya.Stacked(stack)})
-    assert [names for _, g in layout.groups if g.name == "s.pinned" for names in g.layout.names] == [
+    assert [names for g in layout.groups if g.name == "s.pinned" for names in g.layout.names] == [
         "s.a.gain",
         "s.d.z",
     ]

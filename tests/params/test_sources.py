@@ -12,8 +12,9 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.small import assert_equal, one_rank, param
-from yafsdp_fn.params.layout import FlatLayout
-from yafsdp_fn.params.sources import Source, fill, leaf_generator
+from yafsdp_fn.communication.ranks import absent_ranks
+from yafsdp_fn.params.layout import FlatLayout, Group
+from yafsdp_fn.params.sources import Source, fill_row, leaf_generator
 
 CPU = torch.device("cpu")
 LAYOUT = FlatLayout(("a", "b", "c"), ((5, 3), (), (9,)))
@@ -105,14 +106,12 @@ def test_lazy_leaves_are_loaded_layer_by_layer() -> None:
 def test_a_rank_loads_only_leaves_that_reach_into_its_slice() -> None:
     loaded = []
 
-    def give(name: str) -> Source:
-        def one(layer: int | None) -> Tensor:
-            loaded.append(name)
-            return torch.ones(LAYOUT.shapes[LAYOUT.names.index(name)])
+    def give(number: int) -> Tensor:
+        loaded.append(LAYOUT.names[number])
+        return torch.ones(LAYOUT.shapes[number])
 
-        return one
-
-    fill(torch.empty(8), LAYOUT, 0, [give(name) for name in LAYOUT.names], None)
+    group = Group("", LAYOUT, (0,), (0, 1, 2), True, None)
+    fill_row(torch.empty(8), group, absent_ranks((("shard", 2),)), give)
     assert loaded == ["a"]
 
 

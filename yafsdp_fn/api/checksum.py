@@ -19,7 +19,7 @@ from torch import Tensor
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.communication.where import named
 from yafsdp_fn.params.one_state import must_be_one
-from yafsdp_fn.params.sharded import handles, handles_and_leaves, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
 from yafsdp_fn.params.tree import Tree, dotted
 from yafsdp_fn.runtime.state import ShardedState, must_be_sharded
 from yafsdp_fn.util.bits import sum_of_bits
@@ -52,7 +52,7 @@ def checksum(state: ShardedState) -> int:
     comms = memory.comms
     with memory.using([(kind, unit) for unit in memory.of_unit for kind in ("shard", "optimizer")]):
         found = list(_values(state))
-        sums = torch.stack([_sum_of(value, comms.device) for value in found]).cpu()
+        sums = torch.stack([sum_of_bits(value.here).to(comms.device) for value in found]).cpu()
     names = [value.name for value in found]
     must_be_one("checksum", handles(state.params))
     comms.must_agree("what a checksum is of", {"names": str(names)})
@@ -82,12 +82,12 @@ TO_DO = "Go on from a checkpoint of before. A rank that is named again has a fau
 
 
 class SummedValue(NamedTuple):
-    """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, None for
+    """A part of a state. stages: that hold its shards; None for what every rank holds; here: this rank's, empty for
     those of other stages"""
 
     name: str
     stages: tuple[int, ...] | None
-    here: Tensor | None
+    here: Tensor
 
 
 def _values(state: ShardedState) -> Iterator[SummedValue]:
@@ -105,27 +105,22 @@ def _values(state: ShardedState) -> Iterator[SummedValue]:
 def _of_tree(what: str, tree: Tree) -> Iterator[SummedValue]:
     """Yields the shard of each unit in each handle, and what every rank holds."""
     for at, node in handles_and_leaves(tree):
-        if is_sharded(node):
+        if isinstance(node, Sharded):
             path = f"{dotted(at)} of " if what == "opt_state." else ""
             for _, group, leaf in node.group_leaves():
                 stacked = leaf.ndim > 1
                 held = leaf.unbind() if stacked else (leaf,)
                 rows = dict(zip(group.here, held, strict=False))
+                elsewhere = leaf.new_empty(0)
                 for index in range(len(group.units)):
                     layer = f"[{index}]" if stacked else ""
                     name = f"{what}{path}{group.name or 'params'}{layer}"
-                    yield SummedValue(name, group.holders(index), rows.get(index))
+                    yield SummedValue(name, group.holders(index), rows.get(index, elsewhere))
         elif isinstance(node, Tensor | int | float):
             yield SummedValue(f"{what}{dotted(at)}", None, torch.as_tensor(node))
 
 
 # ---- Sums of bits, and their comparison.
-
-
-def _sum_of(value: SummedValue, device: torch.device) -> Tensor:
-    if value.here is None:
-        return torch.zeros((), dtype=torch.int64, device=device)
-    return sum_of_bits(value.here).to(device)
 
 
 def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communicators) -> None:

@@ -181,13 +181,28 @@ class _Printed:
 
 
 class _Rank:
-    """A process, the pipe of its answer, what it prints into its two files; and its answer, once it has come."""
+    """A rank: its process, the pipe of its answer, what it prints into its two files; and its answer, once it has come.
 
-    def __init__(self, process: Any, pipe: Any, prints: tuple[_Printed, _Printed]) -> None:
-        self.process = process
-        self.pipe = pipe
-        self.prints = prints
+    before: those that are forked already; begins: a pipe with a byte for each rank, when all are forked
+    """
+
+    def __init__(self, call: Call, environment: dict[str, str], before: Sequence["_Rank"], begins: int) -> None:
+        self._call, self._environment, self._begins = call, environment, begins
+        self._bind = local_ranks.dies_with(os.getpid())
+        self.pipe, self._answers = multiprocessing.Pipe(duplex=False)
+        self.prints = _Printed(sys.stdout), _Printed(sys.stderr)
         self.answer: Answer | None = None
+        # a rank that kept them could not be told that nobody reads what it or another one writes
+        self._inherited: list[Any] = []
+        for rank in (*before, self):
+            self._inherited.append(rank.pipe)
+            for printed in rank.prints:
+                self._inherited += [printed.read, printed.write]
+        self.process = multiprocessing.get_context("fork").Process(target=self._run)
+        with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self.process.start()
+        self._answers.close()  # else the next fork would have it, and the end of this one would not be seen
 
     def poll(self) -> bool | None:
         """Returns whether it has failed, None while it runs."""
@@ -212,6 +227,30 @@ class _Rank:
         """Closes this process's ends, but for those that threads read to their end."""
         for end in (self.pipe, *(printed.write for printed in self.prints)):
             end.close()
+
+    def _run(self) -> None:
+        """Runs the function, in the fork. Never returns, into what is the parent's."""
+        status = 1
+        try:
+            self._bind()
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its ranks
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            for at, printed in enumerate(self.prints, start=1):
+                os.dup2(printed.write.fileno(), at)
+            for each in self._inherited:
+                each.close()
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, "utf-8", "replace") for fd in (1, 2))
+            os.environ.update(self._environment)
+            atexit._clear()  # what the parent is to do when it ends
+            kept = forget_groups()  # noqa: F841, until the end
+            gc.freeze()  # garbage of the parent, freed here, may wait for its threads: so it was after an interrupt
+            torch.set_num_threads(1)
+            os.read(self._begins, 1)
+            self._answers.send(_answer(self._call))
+            status = 0
+            atexit._run_exitfuncs()  # others see in the store that this rank has ended well
+        finally:
+            os._exit(status)
 
 
 # ---- here: the run
@@ -259,7 +298,7 @@ def _run_to_the_end(call: Call, environments: Sequence[dict[str, str]], started:
         begins, begin = os.pipe()
         try:
             for environment in environments:
-                started.append(_start(call, environment, started, begins))
+                started.append(_Rank(call, environment, started, begins))
                 let_interrupt()
             os.write(begin, bytes(len(started)))
             for printed in (printed for each in started for printed in each.prints):
@@ -272,23 +311,6 @@ def _run_to_the_end(call: Call, environments: Sequence[dict[str, str]], started:
                 each.process.kill()
             for each in started:
                 each.process.join()
-
-
-def _start(call: Call, environment: dict[str, str], before: Sequence[_Rank], begins: int) -> _Rank:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    prints = _Printed(sys.stdout), _Printed(sys.stderr)
-    # a rank that kept them could not be told that nobody reads what it or another one writes
-    inherited: list[Any] = [ours, *(each.pipe for each in before)]
-    for printed in (*prints, *(printed for each in before for printed in each.prints)):
-        inherited += [printed.read, printed.write]
-    bind = local_ranks.dies_with(os.getpid())
-    every = (call, environment, bind, theirs, prints, inherited, begins)
-    process = multiprocessing.get_context("fork").Process(target=_run, args=every)
-    with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
-        warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-    theirs.close()  # else the next fork would have it, and the end of this one would not be seen
-    return _Rank(process, ours, prints)
 
 
 def _finish(prints: Sequence[_Printed]) -> None:
@@ -331,59 +353,21 @@ def _failure(answers: Sequence[Answer | None]) -> RankFailed:
 # ---- in the fork
 
 
-def _run(
-    call: Call,
-    environment: dict[str, str],
-    bind: Callable[[], None],
-    pipe: Any,
-    prints: Sequence[_Printed],
-    inherited: Sequence[Any],
-    begins: int,
-) -> None:
-    """Runs the function as a rank. Never returns, into what is the parent's. inherited: to be closed here; begins: a
-    pipe with a byte for each rank, when all are forked"""
-    status = 1
-    try:
-        bind()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's, which ends its ranks
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for at, printed in enumerate(prints, start=1):
-            os.dup2(printed.write.fileno(), at)
-        for each in inherited:
-            each.close()
-        sys.stdout, sys.stderr = (os.fdopen(fd, "w", 1, "utf-8", "replace") for fd in (1, 2))
-        os.environ.update(environment)
-        atexit._clear()  # what the parent is to do when it ends
-        kept = forget_groups()  # noqa: F841, until the end
-        gc.freeze()  # garbage of the parent, freed here, may wait for its threads: so it was after an interrupt
-        torch.set_num_threads(1)
-        os.read(begins, 1)
-        pipe.send(_answer(call))
-        status = 0
-        atexit._run_exitfuncs()  # others see in the store that this rank has ended well
-    finally:
-        os._exit(status)
-
-
 def _answer(call: Call) -> Answer:
-    error: BaseException
     if cuda_is_lost():
         return Answer(time.monotonic(), None, "RuntimeError", CUDA_IS_LOST)
     try:
         result = call()
-    except BaseException as raised:
-        frames = raised.__traceback__.tb_next if raised.__traceback__ else None  # without this one
-        error = raised
-        text = "".join(traceback.format_exception(type(raised), raised, frames))
-    else:
-        buffer = io.BytesIO()
-        try:
-            torch.save(result, buffer)
-            return Answer(time.monotonic(), buffer.getvalue())
-        except Exception as raised:
-            what = f"its result, a {type(result).__name__}, cannot be sent here"
-            error = raised
-            text = f"{what} ({raised}): return tensors, numbers and text"
+    except BaseException as error:
+        frames = error.__traceback__.tb_next if error.__traceback__ else None  # without this one
+        text = "".join(traceback.format_exception(type(error), error, frames))
+        return Answer(time.monotonic(), None, type(error).__name__, text.rstrip())
     finally:
         sys.stdout.flush(), sys.stderr.flush()
-    return Answer(time.monotonic(), None, type(error).__name__, text.rstrip())
+    buffer = io.BytesIO()
+    try:
+        torch.save(result, buffer)
+    except Exception as error:
+        text = f"its result, a {type(result).__name__}, cannot be sent here ({error}): return tensors, numbers and text"
+        return Answer(time.monotonic(), None, type(error).__name__, text)
+    return Answer(time.monotonic(), buffer.getvalue())

@@ -16,9 +16,9 @@ from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sources import whole_units
 from yafsdp_fn.params.tree import Tree, dotted, join
 from yafsdp_fn.runtime.memory import StateMemory
-from yafsdp_fn.runtime.whole_layers import whole_unit
 
 # ---- The verb.
 
@@ -47,12 +47,12 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     handles, comms = _handles(tree)
     must_be_one("named_weights", handles)
     for handle in handles:
-        pinned: dict[int, list[Tensor]] = {}
+        whole_unit = whole_units(handle, dtype)
         for layer in range(handle.entry.length or 1):
             name = join(handle.entry.name, "" if handle.entry.length is None else str(layer))
             _compare(comms, name)
             try:
-                yield from _unit(handle, layer, name, dtype, pinned)
+                yield from _named(whole_unit(layer), name)
             except GeneratorExit:
                 with suppress(RanksDisagree):  # it is the others' that go on
                     _compare(comms, THE_END)
@@ -85,10 +85,8 @@ def _compare(comms: Communicators, name: str) -> None:
     comms.must_agree(what, {"it": name}, f"named_weights of {name}")
 
 
-def _unit(
-    handle: Sharded, layer: int, name: str, dtype: torch.dtype | None, pinned: dict[int, list[Tensor]]
-) -> Iterator[tuple[str, Tensor]]:
-    whole = whole_unit(handle, layer, pinned, dtype)
+def _named(whole: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
+    """Yields the leaves of a unit, and keeps none."""
     accessors, leaves, _ = optree.tree_flatten_with_accessor(whole, is_leaf=is_low_rank)
     del whole
     for accessor in accessors:

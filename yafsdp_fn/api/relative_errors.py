@@ -3,14 +3,13 @@
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from yafsdp_fn.communication.formats import Format, passed
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.params.sources import whole_units
 from yafsdp_fn.params.tree import Tree, join, named_leaves
-from yafsdp_fn.runtime.whole_layers import whole_unit
 
 
 @torch.no_grad()
@@ -34,10 +33,10 @@ def relative_errors(format: Format, tree: Tree, where: Callable[[str], bool] | N
     must_be_one("relative_errors", every)
     for handle in every:
         entry = handle.entry
-        pinned: dict[int, list[Tensor]] = {}
+        whole_unit = whole_units(handle)
         for layer in range(entry.length or 1):
             unit = entry.name if entry.length is None else f"{entry.name}[{layer}]"
-            leaves = named_leaves(whole_unit(handle, layer, pinned))
+            leaves = named_leaves(whole_unit(layer))
             chosen = [leaf for path, leaf in leaves if where is None or where(join(entry.name, path))]
             if chosen:
                 off = [passed(format, leaf) - leaf for leaf in chosen]

@@ -31,7 +31,7 @@ from yafsdp_fn.params.sharded import (
     is_sharded,
     trainable,
 )
-from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_shard, whole_leaves, whole_tree
+from yafsdp_fn.params.sources import Lazy, Source, fill_group, source, unit_leaves, whole_tree
 from yafsdp_fn.params.tree import Param, Tree, dotted, named_leaves, no_leaf, shape_of
 from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.program.split import Assignment
@@ -128,22 +128,19 @@ def shard(
             "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
         )
     must_be_one("shard", found)
-    layout = (old.layout if like is None else tree_layout(like)[0]).aligned(block_of(tx))
+    layout = old.layout if like is None else tree_layout(like)[0]
     mesh = old.mesh if mesh is None else mesh
     seed = found[0].origin.seed if seed is None else seed
     whole = _Whole(found)
-    if left := sorted(whole.names.difference(*(group.layout.names for _, group in layout.groups))):
+    if left := sorted(whole.names.difference(*(group.layout.names for group in layout.groups))):
         raise ValueError(
             f"shard: the state has {', '.join(left[:4])}{' and others' * (len(left) > 4)}, `like` has not: they would "
             "be lost. Adapters are added to their weights by ya.merge_lora"
         )
 
-    def sources(group: Group) -> list[Source]:
-        return [whole.source(name, shape) for name, shape in _leaves_of(group)]
-
     stages = old.assignment if stages is None and like is None else stages
-    made = _filled(layout, sources, mesh, seed, precision or old.precision, stages, together=True)
-    new = _first_state(made, tx, seed, 0 if state is None else state.step)
+    how = mesh, seed, precision or old.precision, stages
+    new = _made(layout, whole.sources, tx, *how, step=0 if state is None else state.step, together=True)
     if state is not None:
         _copy_states(state.opt_state, new.opt_state)
     return new
@@ -155,19 +152,6 @@ def shard(
 def _leaves_of(group: Group) -> list[tuple[str, tuple[int, ...]]]:
     """Returns path and shape of the leaves of one layer."""
     return list(zip(group.layout.names, group.layer_shapes, strict=True))
-
-
-@torch.inference_mode(False)
-def _first_state(
-    memory: StateMemory, tx: optim.GradientTransformation | None, seed: int, step: int = 0
-) -> ShardedState:
-    """Returns a state over `memory`, with its optimizer before the first step."""
-    params = memory.params(seed, step)
-    opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
-    lost = memory.precision.lost
-    if tx is not None and memory.trained and lost is not None:
-        warnings.warn(lost, stacklevel=5)
-    return ShardedState(params, opt_state, step, seed, memory)
 
 
 def _from_leaves(
@@ -189,14 +173,12 @@ def _from_leaves(
             stacklevel=3,
         )
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
-    layout = layout.aligned(block_of(tx))
     comms = communicators(mesh)
     leaf_of: dict[str, Any] = {}
-    length_of: dict[str, int | None] = {}
     for entry, own in zip(layout.entries, leaves, strict=True):
         for group in entry.groups:
             for name, position in zip(group.layout.names, group.leaves, strict=True):
-                leaf_of[name], length_of[name] = own[position], entry.length
+                leaf_of[name] = own[position]
 
     def sources(group: Group) -> list[Source]:
         found = []
@@ -207,13 +189,13 @@ def _from_leaves(
 
     def compare() -> None:
         values = {}
-        for name, leaf in leaf_of.items():
-            bits = "" if from_rank_0 else _bits(leaf, length_of[name])
-            values[name] = f"{leaf.dtype}{bits}"
+        for group in layout.groups:
+            for name in group.layout.names:
+                bits = "" if from_rank_0 else _bits(leaf_of[name], group.length)
+                values[name] = f"{leaf_of[name].dtype}{bits}"
         comms.must_agree(SAME_VALUES, values)
 
-    made = _filled(layout, sources, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
-    return _first_state(made, tx, seed)
+    return _made(layout, sources, tx, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
 
 
 SAME_VALUES = (
@@ -276,26 +258,29 @@ Sources = Callable[[Group], list[Source]]
 
 
 @torch.inference_mode(False)  # memory that is made under it could never be trained
-def _filled(
+def _made(
     layout: TreeLayout,
     sources: Sources,
+    tx: optim.GradientTransformation | None,
     mesh: DeviceMesh,
     seed: int,
     precision: Precision,
     stages: Assignment | None,
     *,
+    step: int = 0,
     together: bool,
     compare: Callable[[], None] | None = None,
-) -> StateMemory:
-    """Allocates memory for `layout` on `mesh` and fills it from `sources`. together: as for `fill`; compare: is called
-    once shapes are known to agree"""
+) -> ShardedState:
+    """Allocates memory for `layout` on `mesh` and fills it from `sources`; returns a state over it, with its optimizer
+    before the first step. together: as for `fill_group`; compare: is called once shapes are known to agree"""
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
     if not hasattr(seed, "__index__"):
         raise TypeError(f"seed={seed!r}: expected an integer, the same on every rank")
+    layout = layout.aligned(block_of(tx))
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}
-    for _, group in layout.groups:
+    for group in layout.groups:
         dtypes = f"gathered in {group.dtype}, reduced in {group.reduce} (None: as Precision says)"
         how = f"split {group.splits}, {dtypes}, on the wire {group.wire}, cut at multiples of {group.layout.align}"
         described |= {name: f"{len(group.units)} x {shape}, {how}" for name, shape in _leaves_of(group)}
@@ -305,11 +290,16 @@ def _filled(
 
     def masters(placement: Placement[Communicators]) -> list[Tensor]:
         made = placement.shards(comms.device)
-        for master, (entry, group) in zip(made, placement.layout.groups, strict=True):
-            fill_group(master, entry, group, comms, sources(group), together)
+        for master, group in zip(made, placement.layout.groups, strict=True):
+            fill_group(master, group, comms, sources(group), together)
         return made
 
-    return StateMemory(layout, masters, mesh, precision, stages)
+    memory = StateMemory(layout, masters, mesh, precision, stages)
+    params = memory.params(seed, step)
+    opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
+    if tx is not None and memory.trained and precision.lost is not None:
+        warnings.warn(precision.lost, stacklevel=5)
+    return ShardedState(params, opt_state, step, seed, memory)
 
 
 # ---- A state from another one: on another mesh, layout or optimizer. Leaves are gathered one unit at a time.
@@ -328,8 +318,11 @@ class _Whole:
         self.names = set(self._at)
         self._last: tuple[Any, list[Tensor]] = (None, [])
 
-    def source(self, name: str, shape: tuple[int, ...]) -> Source:
-        """Returns the source of a leaf."""
+    def sources(self, group: Group) -> list[Source]:
+        """Returns the sources of the leaves that `group` has, elsewhere."""
+        return [self._source(name, shape) for name, shape in _leaves_of(group)]
+
+    def _source(self, name: str, shape: tuple[int, ...]) -> Source:
         if name not in self._at:
             raise ValueError(f"{name}: the state has no such leaf; it has {', '.join(sorted(self._at)[:6])} and so on")
         handle, group, shards, position = self._at[name]
@@ -341,8 +334,7 @@ class _Whole:
             at = layer or 0
             key = id(shards), group.unit(at)
             if self._last[0] != key:
-                row = unit_shard(handle, group, shards, 0 if group.pinned else at)
-                self._last = key, whole_leaves(handle.owner.comms, group, row)
+                self._last = key, unit_leaves(handle, group, shards, 0 if group.pinned else at)
             return group.of_layer(self._last[1], at)[position]
 
         return give
@@ -399,8 +391,7 @@ def _copy(before: Any, node: Any) -> None:
         whole = _Whole([before])
         for _, group, leaf in node.group_leaves():
             if whole.names.issuperset(group.layout.names):
-                sources = [whole.source(*of) for of in _leaves_of(group)]
-                fill_group(leaf, node.entry, group, node.owner.comms, sources, together=True)
+                fill_group(leaf, group, node.owner.comms, whole.sources(group), together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from yafsdp_fn.checkpoint.folder import CheckpointError, folder_name
 from yafsdp_fn.communication.ranks import Axis, Ranks
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.layout import FlatLayout, Group
 from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
@@ -51,9 +51,8 @@ Read = Callable[[str, Tensor, tuple[int, ...]], None]
 
 
 class Units(NamedTuple):
-    """Units whose shards a tensor has: their group, its entry, and the ranks among which they are cut."""
+    """Units whose shards a tensor has: their group, and the ranks among which they are cut."""
 
-    entry: Entry
     group: Group
     ranks: Ranks
 
@@ -93,13 +92,13 @@ class Content(NamedTuple):
         if self.units is None:
             return {(0,) * self.tensor.ndim: self.tensor}
         # its elements of each unit, without padding
-        entry, group, ranks = self.units
+        group, ranks = self.units
         numel = group.layout.numel
         n = self.tensor.shape[-1]
         start = min(numel, ranks.without(group.over).rank * n)
         shard = self.tensor.narrow(-1, 0, min(n, numel - start))
         found: dict[tuple[int, ...], Tensor] = {}
-        if entry.stacked(group):
+        if group.stacked:
             rows = group.counted if saved else tuple(range(len(group.here)))
             layers = [group.here[row] for row in rows]
             begins = [at for at in range(len(rows)) if at == 0 or layers[at] != layers[at - 1] + 1]
@@ -157,8 +156,8 @@ def contents(tree: Tree) -> list[Content]:
             found = node.group_leaves()
             for _, group, shard in found:
                 key = path if len(found) == 1 else f"{path}:{group.name}"
-                units = Units(node.entry, group, node.owner.comms)
-                out.append(Content(key, shard, _described(node.entry, group, shard), units))
+                units = Units(group, node.owner.comms)
+                out.append(Content(key, shard, _described(group, shard), units))
         elif isinstance(node, Tensor):
             out.append(Content(path, node, {"dtype": str(node.dtype), "shape": list(node.shape)}))
         else:
@@ -166,11 +165,11 @@ def contents(tree: Tree) -> list[Content]:
     return out
 
 
-def _described(entry: Entry, group: Group, shard: Tensor) -> Description:
+def _described(group: Group, shard: Tensor) -> Description:
     """Returns the description of a group's leaves."""
     found: Description = {
         "dtype": str(shard.dtype) if group.encodes is None else group.encodes.format.name,
-        "layers": entry.length if entry.stacked(group) else None,
+        "layers": group.length if group.stacked else None,
         "leaves": dict(zip(group.layout.names, map(list, group.whole.shapes), strict=True)),
     }
     if group.axes:

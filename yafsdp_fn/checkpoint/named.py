@@ -38,11 +38,10 @@ from yafsdp_fn.optim.rules import ScaleByAdamState
 from yafsdp_fn.optim.scaling import ScaleByScheduleState
 from yafsdp_fn.params.one_state import must_be_one
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
-from yafsdp_fn.params.sources import Lazy, fill_group
+from yafsdp_fn.params.sources import Lazy, fill_group, whole_units
 from yafsdp_fn.params.tree import Tree, dotted, in_stack, join, named_leaves
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.state import ShardedState
-from yafsdp_fn.runtime.whole_layers import whole_unit
 from yafsdp_fn.util.disk import sync_folder
 
 Name = Callable[[str, int | None], str]
@@ -186,10 +185,10 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
         if not isinstance(node.owner, StateMemory):
             raise TypeError(f"save_named: {dotted(accessor)} has no weights here: {node.owner.why_not_whole()}")
         length = node.entry.length
-        pinned: dict[int, list[Tensor]] = {}
+        whole_unit = whole_units(node)
         for layer in range(1 if length is None else length):
             mine = next(units) % ranks.count == ranks.rank
-            for key, leaf in named_leaves(whole_unit(node, layer, pinned)):
+            for key, leaf in named_leaves(whole_unit(layer)):
                 full = name(join(dotted(accessor), key), None if length is None else layer)
                 if full in seen:
                     raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
@@ -240,7 +239,7 @@ def load_moments(directory: Directory, state: ShardedState, name: Name) -> Shard
                             steps.setdefault(find(path, layer, (), STEP).read().item(), path)
                         sources.append(lambda layer, kept=kept: kept[layer].read())
                     comms = handle.owner.comms
-                    fills.append(partial(fill_group, shard, handle.entry, group, comms, sources))
+                    fills.append(partial(fill_group, shard, group, comms, sources))
         if len(steps) != 1:
             told = ", ".join(f"{path} {step:g}" for step, path in steps.items())
             raise CheckpointError(

@@ -86,8 +86,7 @@ class Cutter:
         for number, group in enumerate(handle.entry.groups, handle.context.first_group):
             of_group = ranks.without(group.over)
             origin = Origin(SingleUnitOwner(of_group.rank, of_group.ranks), 0)
-            here = dataclasses.replace(group, on_host=False)  # in a step, its rows are on the device
-            context = Context(dataclasses.replace(handle.entry, groups=(here,), length=None), number, origin)
+            context = Context(dataclasses.replace(handle.entry, groups=(_of_row(group),)), number, origin)
             if number not in leaves:  # other units of a part of the tree, such as that of a label
                 empty = Sharded((), dataclasses.replace(context, only=frozenset()))
                 out.update(dict.fromkeys(group.held if group.units[0] in self._like else (), empty))
@@ -104,6 +103,14 @@ class Cutter:
             of_units = zip(group.held, rows(group, leaf, host), strict=True)
             out |= {unit: Sharded((row,), context) for unit, row in of_units}
         return out
+
+
+def _of_row(group: Group) -> Group:
+    """Returns the group of a unit's row: alone, and in a step on the device."""
+    encodes = group.encodes
+    if encodes is not None:
+        encodes = encodes._replace(group=_of_row(encodes.group))
+    return dataclasses.replace(group, stacked=False, on_host=False, encodes=encodes)
 
 
 def rows(group: Group, leaf: Tensor, host: Host | None = None) -> Sequence[Tensor]:
@@ -160,7 +167,7 @@ def row_runs(rule: Callable[[str, Param], Any], handle: Sharded, group: Group, n
     """
     start = handle.owner.comms.without(group.over).rank * n
     pieces = list(group.layout.pieces(start, start + n))
-    said = by_leaf(rule, handle.entry, group)
+    said = by_leaf(rule, group)
     values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
     ends = [piece.start for piece in pieces[1:]] + [n]
     lengths = [b - a for a, b in itertools.pairwise([0, *ends])]

@@ -1,6 +1,6 @@
 """Moves leaves of a unit between shards and their owners, where each is whole for a moment (util/owners.py)."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -46,10 +46,8 @@ class LeafExchange:
         self._owned = owned[ranks.rank]
         self._here = [self._parts(numbers, ranks.rank) for numbers in owned]
         self._there = [self._parts(self._owned, rank) for rank in range(ranks.ranks)]
-        # of the messages under way: parts that arrive from each rank, their memory, and what stays at this one
-        self._arrives: list[Parts] = []
-        self._received: list[Tensor] = []
-        self._stays: list[Tensor] = []
+        # of the messages under way: rank and leaf, elements of the unit, and the memory to which their values come
+        self._arrives: list[tuple[int, int, range, Tensor]] = []
 
     def _parts(self, numbers: Sequence[int], rank: int) -> Parts:
         """Returns the parts of these leaves that are in the shard of `rank`."""
@@ -72,7 +70,7 @@ class LeafExchange:
         pieces: dict[int, list[list[Tensor]]] = {}
         for number in self._owned:
             pieces[number] = [[] for _ in range(self._leaves[number].parts)]
-        for rank, number, _, piece in self._arrived():  # the pieces of a vector lie in the order of its ranks
+        for rank, number, _, piece in self._arrives:  # the pieces of a vector lie in the order of its ranks
             pieces[number][self._at[rank][0]].append(piece)
         return {number: self._joined(number, [pack(part) for part in parts]) for number, parts in pieces.items()}
 
@@ -104,7 +102,7 @@ class LeafExchange:
 
     def write(self, out: Tensor, scales: Sequence[float] | None = None) -> Tensor:
         """Replaces all leaves in `out`, a shard [n] of any dtype, and returns it. scales: by leaf, in that dtype"""
-        for _, number, part, piece in self._arrived():
+        for _, number, part, piece in self._arrives:
             written = self._of(out, part).copy_(piece)
             if scales is not None and scales[number] != 1:
                 written.mul_(scales[number])
@@ -115,22 +113,18 @@ class LeafExchange:
     def _messages(self, pieces: list[list[Tensor]], arrives: list[Parts]) -> Messages:
         """Returns the messages with `pieces` to each rank, and those with the parts that it sends; a rank's own pieces
         stay where they are."""
-        self._stays = pieces[self._rank]
-        pieces[self._rank] = []
-        sizes = [sum(len(part) for _, part in parts) for parts in arrives]
-        sizes[self._rank] = 0
-        self._arrives = arrives
-        self._received = [self._row.new_empty(size) for size in sizes]
-        return self._received, [self._packed(of_rank) for of_rank in pieces]
-
-    def _arrived(self) -> Iterator[tuple[int, int, range, Tensor]]:
-        """Yields `(rank, leaf, elements of the unit, their values)` from all ranks, in their order."""
-        for rank, parts in enumerate(self._arrives):
-            pieces: Sequence[Tensor] = self._stays
+        received = []
+        self._arrives = []
+        for rank, parts in enumerate(arrives):
+            lengths = [len(part) for _, part in parts]
+            values: Sequence[Tensor] = pieces[rank]
+            received.append(self._row.new_empty(0 if rank == self._rank else sum(lengths)))
             if rank != self._rank:
-                pieces = torch.split(self._received[rank], [len(part) for _, part in parts])
-            for (number, part), piece in zip(parts, pieces, strict=True):
-                yield rank, number, part, piece
+                values = torch.split(received[rank], lengths)
+            for (number, part), piece in zip(parts, values, strict=True):
+                self._arrives.append((rank, number, part, piece))
+        pieces[self._rank] = []
+        return received, [self._packed(of_rank) for of_rank in pieces]
 
     def _of(self, row: Tensor, part: range) -> Tensor:
         begin = part.start - self._at[self._rank][1] * row.numel()

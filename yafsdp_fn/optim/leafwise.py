@@ -9,7 +9,6 @@ and saved and loaded at any number of ranks.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -31,9 +30,9 @@ from yafsdp_fn.optim.base import (
     checked_update,
     name,
 )
-from yafsdp_fn.optim.cutting import rows
+from yafsdp_fn.optim.cutting import Cutter
 from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, from_blocks, in_blocks
-from yafsdp_fn.params.layout import FlatLayout, Group
+from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, stacked
@@ -183,22 +182,42 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
 # ---- On a sharded tree: the layout of states, and the update of one unit.
 
 
-class GroupPlan(NamedTuple):
-    """The plan of a group's owner compute: which leaves each owner gets, and the layout of their states.
-
-    leaves: of a unit of `group`, those that travel; owners: of these, by unit
-    of_states: the group of their states, which are not split: [L, ...] for a pinned group, as its leaves are
-    states: the leaves of a unit of these; own, specs: of each leaf, the numbers of its state's leaves among them, and
-        the structure of its state
-    """
+class UnitPlan(NamedTuple):
+    """The leaves of a unit of `group` that go to owners, which `rule` has chosen; owners: of these"""
 
     group: Group
     leaves: list[Leaf]
-    owners: dict[int, list[int]]
-    of_states: Group
-    states: list[Leaf]
-    own: list[list[int]]
-    specs: list[optree.PyTreeSpec]
+    owners: list[int]
+
+
+def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[int, UnitPlan]:
+    """Returns the plan of each unit that is here, for all handles of a tree: owners are balanced over all of it."""
+    chosen: dict[int, tuple[Group, list[Leaf]]] = {}
+    units = []
+    for handle in handles:
+        for _, group, shard in handle.group_leaves():
+            leaves = _chosen(rule, group)
+            subgroups = handle.owner.comms.subgroups(across=group.over)
+            for unit in group.held:
+                chosen[unit] = group, leaves
+                units.append((unit, shard.shape[-1], leaves, subgroups))
+    ranks = handles[0].owner.comms.ranks if handles else 1
+    owners = assign(sorted(units, key=itemgetter(0)), ranks)
+    return {unit: UnitPlan(*of, owners[unit]) for unit, of in chosen.items()}
+
+
+def _chosen(rule: Leafwise, group: Group) -> list[Leaf]:
+    """Returns the leaves of a unit that travel, in the shapes in which they are worked on."""
+    found = []
+    params = group.params
+    for leaf in _leaves_of(group):
+        path = group.layout.names[leaf.position]
+        param = params[leaf.position]
+        if rule.where(path, param):
+            blocks = rule.cut(path, param)
+            shape = in_blocks(torch.empty(leaf.shape, device="meta"), blocks).shape
+            found.append(leaf._replace(shape=tuple(shape), blocks=blocks))
+    return found
 
 
 def _leaves_of(group: Group) -> list[Leaf]:
@@ -217,94 +236,52 @@ def _leaves_of(group: Group) -> list[Leaf]:
     return found
 
 
-def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[str, GroupPlan]:
-    """Returns the plan of each group, by name, for all handles of a tree: owners are balanced over all of it."""
-    chosen: list[tuple[Group, list[Leaf]]] = []
-    units = []
-    for handle in handles:
-        for _, group, shard in handle.group_leaves():
-            leaves = _chosen(rule, group, handle.entry.params(group))
-            chosen.append((group, leaves))
-            subgroups = handle.owner.comms.subgroups(across=group.over)
-            units += [(unit, shard.shape[-1], leaves, subgroups) for unit in group.held]
-    ranks = handles[0].owner.comms.ranks if handles else 1
-    owners = assign(sorted(units, key=itemgetter(0)), ranks)
-    return {group.name: _of_group(rule, group, leaves, owners) for group, leaves in chosen}
-
-
-def _chosen(rule: Leafwise, group: Group, params: Sequence[Param]) -> list[Leaf]:
-    """Returns the leaves of a unit that travel, in the shapes in which they are worked on."""
-    found = []
-    for leaf in _leaves_of(group):
-        path = group.layout.names[leaf.position]
-        param = params[leaf.position]
-        if rule.where(path, param):
-            blocks = rule.cut(path, param)
-            shape = in_blocks(torch.empty(leaf.shape, device="meta"), blocks).shape
-            found.append(leaf._replace(shape=tuple(shape), blocks=blocks))
-    return found
-
-
-def _of_group(rule: Leafwise, group: Group, leaves: list[Leaf], owners: Mapping[int, list[int]]) -> GroupPlan:
-    states = {leaf.position: leaf.shape for leaf in leaves}
-    of_position = {position: rule.inner.init(torch.zeros(shape)) for position, shape in states.items()}
-    # the states of all leaves as those of a unit, with an axis of layers where the unit has them all
-    layers = group.layout.shapes[0][:1] if group.pinned else ()
-    names: list[str] = []
-    shapes: list[tuple[int, ...]] = []
-    numbers: dict[int, range] = {}  # position -> its leaves among these
-    for position, state in of_position.items():
-        first = len(names)
-        for path, value in named_leaves(state):
-            names.append(join(group.layout.names[position], path))
-            shapes.append((*layers, *value.shape))
-        numbers[position] = range(first, len(names))
-    of_states = dataclasses.replace(group, layout=FlatLayout(tuple(names), tuple(shapes)), splits=(), axes=())
-    # a leaf has those of its own layer: of each leaf of a unit they lie layer by layer, as the leaves themselves
-    count = math.prod(layers)
-    own = [[of * count + at % count for of in numbers[leaf.position]] for at, leaf in enumerate(leaves)]
-    specs = [optree.tree_structure(of_position[leaf.position]) for leaf in leaves]
-    here = {unit: owners[unit] for unit in group.held}
-    return GroupPlan(group, leaves, here, of_states, _leaves_of(of_states), own, specs)
-
-
 def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
-    """Returns a handle on this rank's shards of the states of all leaves, a tree of states in place of leaves."""
+    """Returns a handle on this rank's shards of the states of all leaves, a tree of states in place of leaves.
+
+    The states of a unit's leaves are laid out as a unit, which is not split: with an axis of layers if it is pinned.
+    """
     comms = handle.owner.comms
-    plans = plan(rule, [handle])
     trees: list[Any] = [EmptyState()] * handle.entry.spec.num_leaves
     layouts: dict[int, FlatLayout] = {}
     shards = []
     for number, group, shard in handle.group_leaves():
-        of_group = plans[group.name]
-        values = []
-        for position, shape in {leaf.position: leaf.shape for leaf in of_group.leaves}.items():
-            state = _first_state(rule, group.layout.names[position], shape, shard)
-            trees[group.leaves[position]] = state
-            values += optree.tree_leaves(state)
+        layers = group.layout.shapes[0][:1] if group.pinned else ()
+        names: list[str] = []
+        values: list[Tensor] = []
+        for position, shape in {leaf.position: leaf.shape for leaf in _chosen(rule, group)}.items():
+            path = group.layout.names[position]
+            trees[group.leaves[position]] = state = _first_state(rule, path, shape, shard)
+            for below, value in named_leaves(state):
+                names.append(join(path, below))
+                values.append(value)
         if not values:
             continue
         _check_dtypes(rule, group, values)
-        layouts[number] = layout = of_group.of_states.layout
+        shapes = tuple((*layers, *value.shape) for value in values)
+        layouts[number] = layout = FlatLayout(tuple(names), shapes)
         whole = values[0].new_zeros(layout.padded_numel(comms.ranks))
         for view, value in zip(layout.split(whole), values, strict=True):
             view.copy_(value)  # to all layers, where it has them
         row = whole.view(comms.ranks, -1)[comms.rank]
         shards.append(row.repeat(len(group.held), 1) if shard.ndim == 2 else row.repeat(len(group.held)))
     # the leaves of a state are in the place of its leaf
-    sizes = [optree.tree_structure(tree).num_leaves for tree in trees]
-    ends = list(itertools.accumulate(sizes))
+    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
+    places = _places(handle.entry, spec)
     groups = []
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
-        own: list[int] = []
-        for leaf in group.leaves:
-            own += range(ends[leaf] - sizes[leaf], ends[leaf])
+        own = optree.tree_leaves([places[leaf] for leaf in group.leaves])
         layout = layouts.get(number, FlatLayout((), ()))
         groups.append(dataclasses.replace(group, layout=layout, leaves=tuple(own), splits=(), axes=()))
-    spec = optree.tree_structure(optree.tree_unflatten(handle.entry.spec, trees))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
     context = dataclasses.replace(handle.context, entry=entry, only=frozenset(layouts), runner=None)
     return Sharded(tuple(shards), context)
+
+
+def _places(of_leaves: Entry, of_states: optree.PyTreeSpec) -> list[Any]:
+    """Returns the state of each leaf of an entry, a number for each of its leaves: their places among all of them."""
+    numbered: Any = optree.tree_unflatten(of_states, range(of_states.num_leaves))
+    return of_leaves.spec.flatten_up_to(numbered)
 
 
 def _first_state(rule: Leafwise, leaf: str, shape: tuple[int, ...], shard: Tensor) -> State:
@@ -333,34 +310,52 @@ def _check_dtypes(rule: Leafwise, group: Group, values: Sequence[Tensor]) -> Non
 
 
 def at_owners(
-    rule: Leafwise, of: GroupPlan, unit: int, ranks: Ranks, row: Tensor, state: Tensor | None, params: Tensor | None
-) -> Generator[list[Messages], None, tuple[Tensor, Tensor | None]]:
-    """Updates one unit's leaves at their owners; returns the unit's shards of new updates and states.
+    rule: Leafwise, of: UnitPlan, ranks: Ranks, updates: Sharded, state: Sharded, params: Sharded | None
+) -> Generator[list[Messages], None, tuple[Sharded, Sharded]]:
+    """Updates one unit's leaves at their owners; returns new updates and states.
 
     Yields twice messages to exchange: with updates, states and parameters to owners, with the results back to shards.
-    row, state, params: the unit's shards of updates, of states (None if there are none), of parameters (None if they do
-        not travel)
+    updates, state, params: handles on the unit's shards
     """
-    owners = of.owners[unit]
-    updates = LeafExchange(of.leaves, owners, row.to(rule.dtype(row.device) or row.dtype), ranks, of.group)
+    (row,) = updates.leaves
+    given = LeafExchange(of.leaves, of.owners, row.to(rule.dtype(row.device) or row.dtype), ranks, of.group)
+    own = _states_of(of, updates, state)
     states = weights = None
-    if state is not None:
-        owner_of = {number: owner for owner, own in zip(owners, of.own, strict=True) for number in own}
-        of_states = [owner_of[number] for number in range(len(of.states))]
-        states = LeafExchange(of.states, of_states, state, ranks, of.of_states)
-    if params is not None:
-        weights = LeafExchange(of.leaves, owners, params, ranks, of.group)
-    yield [part.lend() for part in (updates, states, weights) if part is not None]
-    yield _worked(rule, of, updates, states, weights)
-    kept = None
-    if states is not None and state is not None:
-        kept = states.write(state.clone())
+    if state.leaves:
+        ((_, group, of_state),) = state.group_leaves()
+        leaves = _leaves_of(group)
+        owners = [0] * len(leaves)
+        for owner, numbers in zip(of.owners, own, strict=True):
+            for number in optree.tree_leaves(numbers):
+                owners[number] = owner
+        states = LeafExchange(leaves, owners, of_state, ranks, group)
+    if params is not None and rule.params:
+        weights = LeafExchange(of.leaves, of.owners, params.leaves[0], ranks, of.group)
+    yield [each.lend() for each in (given, states, weights) if each is not None]
+    yield _worked(rule, own, given, states, weights)
+    kept = state
+    if states is not None:
+        kept = Sharded((states.write(state.leaves[0].clone()),), state.context)
     scales = [rule.scale(leaf.shape) for leaf in of.leaves]
-    return updates.write(row.clone(), scales), kept
+    return Sharded((given.write(row.clone(), scales),), updates.context), kept
+
+
+def _states_of(of: UnitPlan, updates: Sharded, state: Sharded) -> list[Any]:
+    """Returns the state of each leaf that travels, with numbers in place of its leaves: among all leaves of states of
+    the unit, of one layer each."""
+    places = _places(updates.entry, state.entry.spec)
+    number_of = {place: number for group in state.groups for number, place in enumerate(group.leaves)}
+    layers = of.group.layout.shapes[0][0] if of.group.pinned else 1
+    found = []
+    for at, leaf in enumerate(of.leaves):
+        layer = at % layers  # of each leaf of a unit they lie layer by layer, as its states do
+        of_leaf = places[of.group.leaves[leaf.position]]
+        found.append(optree.tree_map(lambda place, layer=layer: number_of[place] * layers + layer, of_leaf))
+    return found
 
 
 def _worked(
-    rule: Leafwise, of: GroupPlan, updates: LeafExchange, states: LeafExchange | None, weights: LeafExchange | None
+    rule: Leafwise, own: list[Any], updates: LeafExchange, states: LeafExchange | None, weights: LeafExchange | None
 ) -> list[Messages]:
     """Updates the leaves that this rank owns; returns the messages back to shards. Whole leaves end with it."""
     whole_states = {} if states is None else states.whole()
@@ -368,11 +363,10 @@ def _worked(
     new: dict[int, Tensor] = {}
     after: dict[int, Tensor] = {}
     for number, leaf in updates.whole().items():
-        own = of.own[number]
-        spec = of.specs[number]
-        state = optree.tree_unflatten(spec, [whole_states[each] for each in own])
+        numbers, spec = optree.tree_flatten(own[number])
+        state = optree.tree_unflatten(spec, [whole_states[each] for each in numbers])
         new[number], changed = checked_update(rule.inner, leaf, state, whole_weights.get(number))
-        after.update(zip(own, spec.flatten_up_to(changed), strict=True))  # type: ignore[arg-type]
+        after.update(zip(numbers, spec.flatten_up_to(changed), strict=True))
     messages = [updates.give_back(new)]
     if states is not None:
         messages.append(states.give_back(after))
@@ -391,27 +385,21 @@ def exchanged(parts: Generator[list[Messages], None, Result], ranks: Ranks) -> R
 
 
 def _update_handle(
-    plans: Mapping[str, GroupPlan], rule: Leafwise, updates: Sharded, state: Sharded, params: Sharded | None
+    plans: Mapping[int, UnitPlan], rule: Leafwise, updates: Sharded, state: Sharded, params: Sharded | None
 ) -> tuple[Sharded, Sharded]:
     """Updates all units of a handle, one after the other; steps do the same in parts, overlapped."""
-    ranks = updates.owner.comms
     new: Any = optree.tree_map(torch.clone, updates)  # type: ignore[arg-type]
     after: Any = optree.tree_map(torch.clone, state)  # type: ignore[arg-type]
-    given, states, new_rows, new_states = map(_by_unit, (updates, state, new, after))
-    weights = {} if params is None else _by_unit(params)
-    for _, group, _ in updates.group_leaves():
-        for unit in group.held:
-            work = at_owners(rule, plans[group.name], unit, ranks, given[unit], states.get(unit), weights.get(unit))
-            out, kept = exchanged(work, ranks)
-            new_rows[unit].copy_(out)
-            if kept is not None:
-                new_states[unit].copy_(kept)
+    cutter = Cutter(updates)
+
+    def by_unit(tree: Sharded) -> dict[int, Sharded]:
+        (found,) = cutter.cut("a leafwise tree", tree, {}).nodes
+        return found
+
+    given, states, rows, of_states = map(by_unit, (updates, state, new, after))
+    weights = {} if params is None else by_unit(params)
+    for unit, handle in given.items():
+        work = at_owners(rule, plans[unit], updates.owner.comms, handle, states[unit], weights.get(unit))
+        for old, out in zip((rows[unit], of_states[unit]), exchanged(work, updates.owner.comms), strict=True):
+            optree.tree_map(Tensor.copy_, old, out)
     return new, after
-
-
-def _by_unit(handle: Sharded) -> dict[int, Tensor]:
-    """Returns the rows of a handle by unit."""
-    found: dict[int, Tensor] = {}
-    for _, group, shard in handle.group_leaves():
-        found.update(zip(group.held, rows(group, shard), strict=True))
-    return found

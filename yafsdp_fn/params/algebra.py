@@ -144,7 +144,7 @@ def normal_like(seed: int, tree: Tree) -> Tree:
         for (_, group, leaf), shard in zip(node.group_leaves(), shards, strict=True):
             named = zip(group.layout.names, group.whole.shapes, strict=True)
             sources = [normal(name, leaf, (*leaf.shape[:-1], *shape)) for name, shape in named]
-            fill_group(shard, node.entry, group, node.owner.comms, sources)
+            fill_group(shard, group, node.owner.comms, sources)
         return Sharded(shards, node.context)
 
     return optree.tree_map_with_accessor(draw, tree, is_leaf=is_sharded)

@@ -135,6 +135,8 @@ class Group:
         the wire; None: `Precision.reduce`; wire: the formats that take the place of these dtypes on the wire
     splits: of each leaf, `Param.split`, over the same axes for all; axes: those that it is split over on this mesh,
         with their sizes, outermost first. `layout` is of this rank's part
+    length: L of the stack that its leaves are in, None outside of one; stacked: it has a unit per layer, and a shard
+        has a row for each
     stages: of a pipeline, those that hold each unit, the first being its home; stage: this one. A shard has rows for
         the units that this stage holds: [L here, n], or [0] if the single unit is elsewhere. Without stages all is
         here.
@@ -152,6 +154,9 @@ class Group:
     dtype: torch.dtype | None
     pinned: bool = False
     reduce: torch.dtype | None = None
+    # its layers
+    length: int | None = None
+    stacked: bool = False
     # on this mesh
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
@@ -303,19 +308,30 @@ class Group:
         """Shapes of the whole leaves of one layer."""
         return tuple(shape[1:] for shape in self.whole.shapes) if self.has_layers else self.whole.shapes
 
+    @property
+    def params(self) -> list[Param]:
+        """The abstract parameters of one layer."""
+        kind = Param if self.length is None else LayerParam
+        splits = self.splits or ((),) * len(self.layer_shapes)
+        dtype = torch.float32 if self.trainable or self.dtype is None else self.dtype
+        return [kind(shape, dtype, split=split) for shape, split in zip(self.layer_shapes, splits, strict=True)]
+
 
 # ---- The subtrees of a tree.
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """The subtree of one handle: an unstacked unit or a whole stack. spec: its structure without markers; length: L, or
-    None if unstacked."""
+    """The subtree of one handle: an unstacked unit or a whole stack. spec: its structure without markers"""
 
     name: str
     spec: optree.PyTreeSpec
     groups: tuple[Group, ...]
-    length: int | None
+
+    @property
+    def length(self) -> int | None:
+        """L, or None if unstacked."""
+        return self.groups[0].length
 
     def unflatten(self, by_group: Mapping[str, Sequence[Any]]) -> Tree:
         """Builds the subtree from the leaves of its groups, by name; leaves of absent groups are None."""
@@ -325,18 +341,6 @@ class Entry:
                 for position, leaf in zip(group.leaves, by_group[group.name], strict=True):
                     out[position] = leaf
         return optree.tree_unflatten(self.spec, out)
-
-    def params(self, group: Group) -> list[Param]:
-        """Returns the abstract per-layer parameters of `group`."""
-        kind = Param if self.length is None else LayerParam
-        splits = group.splits or ((),) * len(group.layer_shapes)
-        found = zip(group.layer_shapes, splits, strict=True)
-        dtype = torch.float32 if group.trainable or group.dtype is None else group.dtype
-        return [kind(shape, dtype, split=split) for shape, split in found]
-
-    def stacked(self, group: Group) -> bool:
-        """Returns whether `group` has a unit per layer: shards [L, n]."""
-        return self.length is not None and not group.pinned
 
 
 # ---- The whole tree.
@@ -373,5 +377,5 @@ class TreeLayout:
         return dataclasses.replace(self, entries=entries)
 
     @cached_property
-    def groups(self) -> tuple[tuple[Entry, Group], ...]:
-        return tuple((entry, group) for entry in self.entries for group in entry.groups)
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(group for entry in self.entries for group in entry.groups)

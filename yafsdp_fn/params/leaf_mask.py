@@ -6,7 +6,7 @@ from typing import Any
 import optree
 import torch
 
-from yafsdp_fn.params.layout import Entry, Group
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import LayerParam, Param, Tree, dotted, in_stack
 
@@ -43,7 +43,7 @@ def leaf_mask(rule: LeafRule, tree: Tree) -> Tree:
         masks = []
         for _, group, leaf in node.group_leaves():
             n = leaf.shape[-1]
-            passes = by_leaf(rule, node.entry, group)
+            passes = by_leaf(rule, group)
             mask = torch.zeros(n, dtype=torch.bool, device=leaf.device)
             for piece in group.pieces(n, node.owner.comms):
                 mask[piece.start : piece.stop] = passes[piece.leaf]
@@ -60,7 +60,7 @@ def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
     def select(at: optree.PyTreeAccessor, node: Any) -> Any:
         if not isinstance(node, Sharded):
             return node if rule(dotted(at), plain_param(at, node)) else None
-        passes = {number: by_leaf(rule, node.entry, group) for number, group, _ in node.group_leaves()}
+        passes = {number: by_leaf(rule, group) for number, group, _ in node.group_leaves()}
         own = node.of(number for number, passed in passes.items() if any(passed))
         if not zeros or all(map(all, filter(any, passes.values()))):
             return own
@@ -71,9 +71,9 @@ def restricted(tree: Tree, rule: LeafRule, *, zeros: bool = False) -> Tree:
     return optree.tree_map_with_accessor(select, tree, is_leaf=is_sharded)
 
 
-def by_leaf(rule: Callable[[str, Param], Any], entry: Entry, group: Group) -> list[Any]:
+def by_leaf(rule: Callable[[str, Param], Any], group: Group) -> list[Any]:
     """Returns what `rule` says of each logical leaf of a unit of `group`, in the order of its layout."""
-    return list(map(rule, group.layout.names, entry.params(group)))
+    return list(map(rule, group.layout.names, group.params))
 
 
 def plain_param(accessor: optree.PyTreeAccessor, leaf: Any) -> Param:

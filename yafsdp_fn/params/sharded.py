@@ -151,7 +151,7 @@ class Sharded(NotATensor):
         out = []
         for _, group, leaf in self.group_leaves():
             if len(group.counted) < len(group.here):
-                leaf = leaf[..., list(group.counted), :] if self.entry.stacked(group) else leaf[..., :0]
+                leaf = leaf[..., list(group.counted), :] if group.stacked else leaf[..., :0]
             out.append(leaf)
         return out
 
@@ -214,7 +214,7 @@ class Sharded(NotATensor):
     def wholes(self) -> Iterator[tuple[str, tuple[int, ...], int]]:
         """Yields the path, the global shape and the bytes of each leaf."""
         for _, group, shard in self.group_leaves():
-            layers = (self.entry.length,) if self.entry.stacked(group) else ()
+            layers = (len(group.units),) if group.stacked else ()
             itemsize = shard.element_size() if isinstance(shard, Tensor) else 0
             for path, shape in zip(group.layout.names, group.whole.shapes, strict=True):
                 whole = (*layers, *shape)

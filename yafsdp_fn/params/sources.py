@@ -12,10 +12,10 @@ from torch import Tensor
 
 from yafsdp_fn.communication.formats import WHOLE, Wire
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.params.layout import Entry, FlatLayout, Group
+from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import Frozen, without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
-from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, no_leaf, settle, shape_of
+from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, no_leaf, settle, shape_of, stacked
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #
@@ -141,46 +141,33 @@ def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device
 
 
 @torch.no_grad()
-def fill(
-    row: Tensor, layout: FlatLayout, rank: int, sources: Sequence[Source], layer: int | None, together: bool = False
-) -> None:
-    """Writes this rank's slice `row` [n] of one unit; gaps and padding become zero.
-
-    together: ranks must call all sources, in one order, since they gather
-    """
+def fill_row(row: Tensor, group: Group, ranks: Ranks, whole: Callable[[int], Tensor]) -> None:
+    """Writes this rank's slice `row` [n] of one unit; gaps and padding become zero. whole: gives each leaf by number"""
     row.zero_()
-    start = rank * row.numel()
-    wholes = [give(layer) for give in sources] if together else None
-    for piece in layout.pieces(start, start + row.numel()):
-        whole = (sources[piece.leaf](layer) if wholes is None else wholes[piece.leaf]).reshape(-1)
-        row[piece.start : piece.stop].copy_(whole.narrow(0, piece.origin, piece.stop - piece.start))
+    for piece in group.pieces(row.numel(), ranks):
+        part = group.local_slice(piece.leaf, whole(piece.leaf), ranks).reshape(-1)
+        row[piece.start : piece.stop].copy_(part.narrow(0, piece.origin, piece.stop - piece.start))
 
 
-def fill_group(
-    shards: Tensor, entry: Entry, group: Group, ranks: Ranks, sources: Sequence[Source], together: bool = False
-) -> None:
+def fill_group(shards: Tensor, group: Group, ranks: Ranks, sources: Sequence[Source], together: bool = False) -> None:
     """Writes this rank's shards, [L, n] or [n], of the units of `group` that this stage holds, from whole leaves; a
-    pinned one holds all layers. together: as for `fill`, units of other stages too"""
-    stacked = entry.stacked(group)
-    rank = ranks.without(group.over).rank
-    rows = dict(zip(group.here, shards.unbind() if stacked else (shards,), strict=False))
+    pinned one holds all layers.
 
-    # of a leaf that is split over axes, this rank's part
-    def local(number: int, give: Source, layer: int | None) -> Tensor:
-        if stacked:
-            whole = give(layer)
-        else:
-            whole = whole_leaf(give, entry.length if group.has_layers else None)
-        return group.local_slice(number, whole, ranks)
+    together: ranks must call all sources, in one order, since they gather: those of units of other stages, too
+    """
+    rows = dict(zip(group.here, shards.unbind() if group.stacked else (shards,), strict=False))
 
-    local_sources = [partial(local, number, give) for number, give in enumerate(sources)]
+    def leaf(index: int, number: int) -> Tensor:
+        if group.stacked:
+            return sources[number](index)
+        return whole_leaf(sources[number], group.length if group.has_layers else None)
+
     for index in range(len(group.units)) if together else group.here:
-        layer = index if stacked else None
+        whole: Callable[[int], Tensor] = partial(leaf, index)
+        if together:
+            whole = [whole(number) for number in range(len(sources))].__getitem__
         if index in rows:
-            fill(rows[index], group.layout, rank, local_sources, layer, together)
-        else:
-            for give in local_sources:
-                give(layer)
+            fill_row(rows[index], group, ranks, whole)
 
 
 def whole_leaf(give: Source, length: int | None) -> Tensor:
@@ -239,56 +226,70 @@ def whole_tree(tree: Tree) -> Tree:
 def _whole(node: Any) -> Any:
     if not isinstance(node, Sharded):
         return node
-    columns: list[Any] = [None] * node.entry.spec.num_leaves
-    comms = node.owner.comms
+    batch = 0
     for _, group, leaf in node.check().group_leaves():
         # a leaf of another size would be gathered, but mix units up
-        stacked = node.entry.stacked(group)
-        n = group.shard_numel(comms)
-        if leaf.ndim < 1 + stacked or leaf.shape[-1] != (n if stacked or group.held else 0):
-            shape = f"[..., {len(group.held)}, {n}]" if stacked else f"[..., {n}]"
+        n = group.shard_numel(node.owner.comms)
+        ndim = 1 + group.stacked
+        if leaf.ndim < ndim or leaf.shape[-1] != (n if group.stacked or group.held else 0):
+            shape = f"[..., {len(group.held)}, {n}]" if group.stacked else f"[..., {n}]"
             raise ValueError(f"unshard: {group.name} has a leaf {shape_of(leaf)}, expected a local shard {shape}")
-        # flat elements first: that is the axis that is gathered, and cut into leaves; then whatever is in front
-        rows = [unit_shard(node, group, leaf, index) for index in range(len(group.units))]
-        wholes = [whole_leaves(comms, group, row.movedim(-1, 0)) for row in rows]
-        for position, parts in zip(group.leaves, zip(*wholes, strict=True), strict=True):
-            columns[position] = _in_front(parts, leaf.ndim - (2 if stacked else 1), stacked)
-    return optree.tree_unflatten(node.entry.spec, columns)
+        batch = leaf.ndim - ndim
+    whole_unit = whole_units(node)
+    if node.entry.length is None:
+        whole = optree.tree_map(torch.clone, whole_unit(0))  # each in memory of its own
+    else:
+        whole = stacked([whole_unit(layer) for layer in range(node.entry.length)])
+    if not batch:
+        return whole
+    behind, front = tuple(range(-batch, 0)), tuple(range(batch))
+    return optree.tree_map(lambda leaf: leaf.movedim(behind, front).contiguous(), whole)
 
 
-def whole_leaves(comms: Ranks, group: Group, row: Tensor) -> list[Tensor]:
-    """Gathers the whole leaves of a unit from each rank's part [n], which may have trailing axes. With one rank they
-    may be views of it. Collective."""
-    row = row.contiguous()
-    return group.leaves_of(row if comms.ranks == 1 else comms.all_gather(row), comms)
+def whole_units(handle: Sharded, dtype: torch.dtype | None = None) -> Callable[[int], Tree]:
+    """Returns a function that gathers the whole weights of a layer of a stack, or of a single unit (0), in memory of
+    their own. Each call of it is collective.
+
+    dtype: leaves are converted to it before they travel; None: they stay as they are
+    """
+    pinned: dict[int, list[Tensor]] = {}  # by group, what is gathered for all layers at once
+
+    def whole_unit(layer: int) -> Tree:
+        views = {}
+        for number, group, leaf in handle.check().group_leaves():
+            wholes = pinned.get(number)
+            if wholes is None:
+                index = layer if group.stacked else 0
+                wholes = unit_leaves(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
+                if handle.owner.comms.ranks == 1:
+                    wholes = [whole.clone() for whole in wholes]
+            if group.pinned:
+                pinned[number] = wholes
+            views[group.name] = group.of_layer(wholes, layer)
+        return handle.entry.unflatten(views)
+
+    return whole_unit
 
 
-def unit_shard(handle: Sharded, group: Group, leaf: Tensor, index: int, dtype: torch.dtype | None = None) -> Tensor:
-    """Returns this rank's part [..., n] of unit number `index` of a group, whichever stage holds it. All ranks must
-    call it.
+def unit_leaves(
+    handle: Sharded, group: Group, leaf: Tensor, index: int, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """Gathers the whole leaves of unit number `index` of a group from each rank's part [..., n], whichever stage is its
+    home. Axes in front of the parts are behind in the leaves, which may be views of a part if one rank has all of it.
+    Collective.
 
-    dtype: the part is converted to it before it travels
+    dtype: parts are converted to it before they travel
     """
     comms = handle.owner.comms
-    row = shard_at_home(handle, group, leaf, index).to(dtype=dtype)
-    return row if group.stages is None else comms.from_stage(row, group.home(index))
-
-
-def shard_at_home(handle: Sharded, group: Group, leaf: Tensor, index: int) -> Tensor:
-    """Returns this rank's part [..., n] of unit number `index` of a group, or uninitialised memory of its size where
-    another stage is the unit's home."""
-    stacked = handle.entry.stacked(group)
     if group.home(index) != group.stage:
-        row = leaf.new_empty(*leaf.shape[: -2 if stacked else -1], group.shard_numel(handle.owner.comms))
+        row = leaf.new_empty(*leaf.shape[: -2 if group.stacked else -1], group.shard_numel(comms))
     else:
-        row = leaf.select(-2, group.here.index(index)) if stacked else leaf
-    return row.to(handle.owner.comms.device) if group.on_host else row
-
-
-def _in_front(leaves: Sequence[Tensor], batch: int, stacked: bool) -> Tensor:
-    """Combines the layers of a leaf, each [..., *batch], into one tensor [*batch, (L,) ...] of its own memory."""
-    leaves = [leaf.movedim(tuple(range(leaf.ndim - batch, leaf.ndim)), tuple(range(batch))) for leaf in leaves]
-    return torch.stack(leaves, batch) if stacked else leaves[0].clone(memory_format=torch.contiguous_format)
+        row = leaf.select(-2, group.here.index(index)) if group.stacked else leaf
+    row = row.to(comms.device if group.on_host else row.device, dtype)
+    if group.stages is not None:
+        row = comms.from_stage(row, group.home(index))
+    row = row.movedim(-1, 0).contiguous()  # flat elements first: that axis is gathered, and cut into leaves
+    return group.leaves_of(row if comms.ranks == 1 else comms.all_gather(row), comms)
 
 
 def shards_of(tree: Tree, like: Tree) -> Tree:
@@ -305,5 +306,5 @@ def _cut(node: Any, whole: Any) -> Any:
         named = zip(group.layout.names, group.leaves, strict=True)
         sources = [source(name, leaves[k], 0, shard.device) for name, k in named]
         out.append(torch.empty_like(shard))
-        fill_group(out[-1], node.entry, group, node.owner.comms, sources)
+        fill_group(out[-1], group, node.owner.comms, sources)
     return Sharded(tuple(out), node.context)

@@ -86,17 +86,17 @@ def _entry(name: str, subtree: Tree, first_unit: int) -> tuple[Entry, list[Any]]
             )
         layers = 1 if length is None or kind.pinned else length
         units = tuple(number + layer * each_layer for layer in range(layers))
-        groups[own_name] = _group(own_name, kind, units, members[kind])
-    return Entry(name, spec, tuple(groups.values()), length), leaves
+        groups[own_name] = _group(own_name, kind, units, members[kind], length)
+    return Entry(name, spec, tuple(groups.values())), leaves
 
 
-def _group(name: str, kind: "_Kind", units: tuple[int, ...], leaves: _Leaves) -> Group:
+def _group(name: str, kind: "_Kind", units: tuple[int, ...], leaves: _Leaves, length: int | None) -> Group:
     positions, paths, values = zip(*leaves, strict=True)
-    first = kind.stacked and not kind.pinned  # the axis of layers is none of a unit's
-    shapes = tuple(tuple(value.shape[first:]) for value in values)
+    stacked = length is not None and not kind.pinned  # the axis of layers is none of a unit's
+    shapes = tuple(tuple(value.shape[stacked:]) for value in values)
     layout = FlatLayout(paths, shapes, kind.wire.align)
     splits = tuple(value.split for value in values) if kind.over else ()
-    common = kind.trainable, kind.dtype, kind.pinned, kind.reduce
+    common = kind.trainable, kind.dtype, kind.pinned, kind.reduce, length, stacked
     return Group(name, layout, units, positions, *common, splits=splits, wire=kind.wire)
 
 

@@ -49,11 +49,11 @@ class Placement(Generic[AnyRanks]):
         assignment: Assignment | None = None,
     ) -> None:
         self.mesh_axes, self.precision, self.comms, self.assignment = mesh_axes, precision, comms, assignment
-        check_assignment(assignment, sum(len(group.units) for _, group in layout.groups), comms.stages)
+        check_assignment(assignment, sum(len(group.units) for group in layout.groups), comms.stages)
         self.holders = () if assignment is None or comms.stages == 1 else assignment.holders
         self.layout = layout.on(self.holders or None, comms.stage, comms.axes)
         # what is held, and by whom
-        self.groups = [group for _, group in self.layout.groups]
+        self.groups = self.layout.groups
         self.of_unit = {unit: group for group in self.groups for unit in group.units}
         self.ranks_of = {unit: comms.without(group.over) for unit, group in self.of_unit.items()}
         self.held = frozenset([unit for group in self.groups for unit in group.held])
@@ -79,7 +79,7 @@ class Placement(Generic[AnyRanks]):
 
     def _units(self) -> tuple[UnitSpec, ...]:
         units: list[UnitSpec] = []
-        for entry, group in self.layout.groups:
+        for group in self.layout.groups:
             first = group.units[0]
             padded = group.layout.padded_numel(self.ranks_of[first].ranks)
             gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sums[first]
@@ -87,12 +87,12 @@ class Placement(Generic[AnyRanks]):
             must_be_smaller(group.wire.gather, gather, group.layout.names[0])
             must_be_smaller(group.wire.reduce, reduce, group.layout.names[0])
             for layer, unit in enumerate(group.units):
-                stacked = entry.stacked(group)  # what is pinned is not: schedules give it a slot of its own
+                # what is pinned is not stacked: schedules give it a slot of its own
                 units.append(
                     UnitSpec(
                         id=unit,
-                        name=f"{group.name}[{layer}]" if stacked else group.name or "params",
-                        stack=group.name if stacked else None,
+                        name=f"{group.name}[{layer}]" if group.stacked else group.name or "params",
+                        stack=group.name if group.stacked else None,
                         layer=layer,
                         numel=group.layout.numel,
                         gather_bytes=padded * gather.itemsize,
@@ -151,10 +151,10 @@ class Placement(Generic[AnyRanks]):
     def shards(self, device: torch.device | str) -> list[Tensor]:
         """Allocates this rank's master shards of the held units of every group: [L, n], or [n] for a single unit."""
         made: list[Tensor] = []
-        for entry, group in self.layout.groups:
+        for group in self.layout.groups:
             held = len(group.held)
             n = group.shard_numel(self.comms)
-            shape = (held, n) if entry.stacked(group) else (n * held,)
+            shape = (held, n) if group.stacked else (n * held,)
             dtype = self.precision.param if group.trainable else self.gather_dtype(group.units[0])
             made.append(torch.empty(shape, dtype=dtype, device=device))
         return made

@@ -350,7 +350,7 @@ def _columns(rows: Rows) -> dict[int, Tensor]:
     _check_rows(rows)
     found: dict[int, Tensor] = {}
     for group, leaf in zip(rows.groups, rows.handle.leaves, strict=True):
-        found.update(zip(group.held, leaf.unbind() if rows.handle.entry.stacked(group) else (leaf,), strict=False))
+        found.update(zip(group.held, leaf.unbind() if group.stacked else (leaf,), strict=False))
     return found
 
 
@@ -359,5 +359,5 @@ def _check_rows(rows: Rows) -> None:
     handle, runner = rows.handle, rows.handle.context.runner
     for number, group, leaf in handle.group_leaves():
         layers = len(group.here if runner is None else runner.leaves[number])
-        if handle.entry.stacked(group) and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
+        if group.stacked and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
             raise errors.partial_stack(group.name, leaf, layers)

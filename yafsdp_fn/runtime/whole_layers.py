@@ -6,34 +6,11 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.communication.communicators import Communicators
-from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import BARE
 from yafsdp_fn.params.sharded import Sharded, handles, handles_and_leaves
-from yafsdp_fn.params.sources import fill, fill_group, unit_shard, whole_leaves
+from yafsdp_fn.params.sources import fill_group, fill_row, whole_units
 from yafsdp_fn.params.tree import Tree, dotted, must_be_function, shape_of, stacked
 from yafsdp_fn.runtime.memory import StateMemory
-
-
-def whole_unit(handle: Sharded, layer: int, pinned: dict[int, list[Tensor]], dtype: torch.dtype | None = None) -> Tree:
-    """Returns the whole weights of one layer of a stack, or of a single unit, in memory of their own. Collective.
-
-    pinned: keeps, by group, what is gathered for all layers at once; dtype: leaves are converted to it before they
-        travel; None: they stay as they are
-    """
-    comms = handle.owner.comms
-    views = {}
-    for number, group, leaf in handle.check().group_leaves():
-        wholes = pinned.get(number)
-        if wholes is None:
-            index = layer if handle.entry.stacked(group) else 0
-            row = unit_shard(handle, group, leaf, index, dtype if leaf.is_floating_point() else None)
-            wholes = whole_leaves(comms, group, row.clone() if comms.ranks == 1 else row)
-        if group.pinned:
-            pinned[number] = wholes
-        views[group.name] = group.of_layer(wholes, layer)
-    return handle.entry.unflatten(views)
-
 
 # ---- results of a layer
 
@@ -121,8 +98,7 @@ def _layers(tree: Tree) -> tuple[int, Callable[[int], Tree]]:
     if not isinstance(tree, Sharded):
         rows = plain_layers(tree)
         return len(rows), rows.__getitem__
-    pinned: dict[int, list[Tensor]] = {}
-    return tree.entry.length or 0, lambda layer: whole_unit(tree, layer, pinned)
+    return tree.entry.length or 0, whole_units(tree)
 
 
 def _must_be_stack(tree: Tree) -> None:
@@ -163,7 +139,8 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
             if group.pinned:
                 pinned.setdefault(number, []).append(leaves[number])
             elif layer in group.here:
-                _fill_row(shards[number][group.here.index(layer)], group, leaves[number], memory.comms)
+                row = shards[number][group.here.index(layer)]
+                fill_row(row, group, memory.comms, leaves[number].__getitem__)
     if not shards:
         return stacked(others)
     if others:
@@ -171,15 +148,8 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
     for number, by_layer in pinned.items():
         group = groups[number]
         sources = [lambda layer, at=at, given=by_layer: given[layer or 0][at] for at in range(len(group.leaves))]
-        fill_group(shards[number], stack.entry, group, memory.comms, sources)
+        fill_group(shards[number], group, memory.comms, sources)
     return Sharded(tuple(shards), stack.context)
-
-
-def _fill_row(row: Tensor, group: Group, leaves: Sequence[Tensor], comms: Communicators) -> None:
-    """Writes this rank's slice [n] of a unit of `group`, from its whole leaves."""
-    mine = [group.local_slice(number, leaf, comms) for number, leaf in enumerate(leaves)]
-    sources = [lambda _, own=own: own for own in mine]
-    fill(row, group.layout, comms.without(group.over).rank, sources, None)
 
 
 def plain_layers(tree: Tree) -> list[Tree]:

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any
 
 import optree
@@ -107,7 +108,7 @@ Spread = tuple[int, tuple[tuple[int, int, int], ...], tuple[tuple[int, int], ...
 
 def _spread(state: Any, layout: TreeLayout, block: int) -> Spread:
     """Returns where a state's bytes are. layout: on the mesh, of this rank's parts"""
-    here = {group.units: group for _, group in layout.groups}
+    here = {group.units: group for group in layout.groups}
     fixed = 0
     shards = Counter[tuple[int, int]]()
     on_host = Counter[int]()
@@ -143,19 +144,19 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
     lanes = leafwise_lanes(tx, params)
     for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        for of_group in plan(rule, handles(own)).values():
-            for leaf in of_group.leaves:
-                nbytes, flops = _measured(rule, leaf, placement)
-                for unit in of_group.owners:
-                    _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
-                    found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
+        measured = cache(partial(_measured, rule, placement))
+        for unit, of_unit in plan(rule, handles(own)).items():
+            for leaf in of_unit.leaves:
+                nbytes, flops = measured(leaf)
+                _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
+                found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
     leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}
     for (unit, _), measured in sorted(found.items()):
         leaves[unit].append(measured)
     return tuple(of._replace(leaves=tuple(leaves[of.unit])) for of in lent)
 
 
-def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:
+def _measured(rule: Leafwise, placement: Placement[Any], leaf: Leaf) -> tuple[int, int]:
     """Returns the bytes of a whole leaf that would travel one way, and the FLOPs of its update."""
     device, param = placement.comms.device, placement.precision.param
     with FakeTensorMode(allow_non_fake_inputs=True):

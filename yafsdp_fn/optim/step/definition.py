@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
 from yafsdp_fn.optim.cutting import GLOBAL, Cutter, Host, UnitTree
 from yafsdp_fn.optim.leaf_exchange import Messages
-from yafsdp_fn.optim.leafwise import GroupPlan, Leafwise, at_owners, plan
+from yafsdp_fn.optim.leafwise import Leafwise, UnitPlan, at_owners, plan
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
-from yafsdp_fn.params.sharded import handles
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
 from yafsdp_fn.util.torch_private import foreach_copy
 
@@ -90,11 +90,11 @@ class Definition:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._masks = None if lane.chosen is None else _masks(lane.chosen, lane.params)
-        self._plans: dict[tuple[int, int], GroupPlan] = {}  # (rule, unit) -> that of the unit's group
+        self._plans: dict[tuple[int, int], UnitPlan] = {}  # (rule, unit) -> the unit's
         for tx, _ in lane.stages:
             if isinstance(tx.rule, Leafwise) and lane.units:
-                for of_group in plan(tx.rule, handles(lane.params)).values():
-                    self._plans.update({(id(tx), unit): of_group for unit in of_group.owners})
+                plans = plan(tx.rule, handles(lane.params))
+                self._plans.update({(id(tx), unit): of_unit for unit, of_unit in plans.items()})
         states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
         self._cut: list[UnitTree] = []
@@ -153,14 +153,11 @@ class Definition:
         self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
         (unit,) = units
-        of_group = self._plans[number, unit]
-        (row,), spec = optree.tree_flatten(updates)
-        states, of_state = optree.tree_flatten(state)
-        weights = optree.tree_leaves(params)[0] if rule.params else None
+        (given,), (kept,) = handles(updates), handles(state)
+        weights = handles(params)[0]
         ranks = handles(self.lane.params)[0].owner.comms
-        row, kept = yield from at_owners(rule, of_group, unit, ranks, row, states[0] if states else None, weights)
-        after = [] if kept is None else [kept]
-        return optree.tree_unflatten(spec, [row]), optree.tree_unflatten(of_state, after)
+        new, after = yield from at_owners(rule, self._plans[number, unit], ranks, given, kept, weights)
+        return _with_handle(updates, new), _with_handle(state, after)
 
     def _trees(self, call: StepCall) -> list[Tree]:
         """Returns parameters, gradients, copies, masks and the states of the stages, of the units of a call."""
@@ -194,6 +191,11 @@ class Definition:
         self._compared = True
 
 
+def _with_handle(tree: Tree, handle: Sharded) -> Tree:
+    """Returns `tree` with `handle` in place of its only one."""
+    return optree.tree_map(lambda _: handle, tree, is_leaf=is_sharded)
+
+
 def _where(mask: Tensor, leaf: Tensor) -> Tensor:
     return torch.where(mask, leaf, 0)
 
@@ -203,7 +205,7 @@ def _masks(chosen: LeafRule, params: Tree) -> Tree | None:
     passes: list[bool] = []
     for handle in handles(params):
         for _, group, _ in handle.group_leaves():
-            passes += by_leaf(chosen, handle.entry, group)
+            passes += by_leaf(chosen, group)
     if all(passes):
         return None
     return optree.tree_map(lambda mask, leaf: mask.expand_as(leaf), leaf_mask(chosen, params), params)

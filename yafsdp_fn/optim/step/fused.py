@@ -1,14 +1,14 @@
 """Steps through fused kernels (kernels.py), and the memory that they run on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from yafsdp_fn.optim.base import Scalar
-from yafsdp_fn.optim.cutting import Runs, row_runs, rows
+from yafsdp_fn.optim.cutting import row_runs, rows
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.partition import Decay
 from yafsdp_fn.optim.rules import ScaleByAdamState
@@ -20,18 +20,11 @@ from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.tree import Param, dotted
 from yafsdp_fn.util.torch_private import foreach_copy
 
-# ---- Takes the step by one of torch's fused kernels, on stretches of memory that it treats alike.
+# ---- Takes the step, on stretches of memory that the kernel treats alike. It allocates nothing of their size.
 #
-# It is one pass over parameters, gradients and moments, and allocates nothing of their size. The kernels divide
-# gradients by `grad_scale` (and write the quotient back), and do nothing if `found_inf` is 1, without the host
-# knowing. A mask of the decay cuts every row into views that decay and views that do not; each kind is one call.
-
-
-class RowStretch(NamedTuple):
-    """A stretch of elements of one row: its parameters, gradients and moments, and maybe copies."""
-
-    decays: bool
-    tensors: Leaves
+# The kernels divide gradients by `grad_scale` (and write the quotient back), and do nothing if `found_inf` is 1,
+# without the host knowing. A mask of the decay cuts every row into views that decay and views that do not; each kind
+# is one call.
 
 
 class FusedSteps:
@@ -43,25 +36,23 @@ class FusedSteps:
         self._columns = columns
         self._like = columns[0][0]
         self._decay = next((tx.rule for tx, _ in lane.stages if isinstance(tx.rule, Decay)), Decay(0.0))
-        self._width = 2 + len(fusion.moments)  # columns without copies
         # of the step under way, which all its parts share
-        self._scalars: dict[str, Any] | None = None
+        self._scalars: dict[str, Any] = {}
         self._counts: Scalar = None
 
     def steps(self, call: StepCall) -> Iterator[list[Messages]]:
         """Takes the step of some units, or of all, in the last of its parts."""
         for _ in range(1, call.parts):
             yield []
-        if self._scalars is None:
+        if not self._scalars:
             self._begin(call.scale, call.found_inf)
         kinds: dict[bool, list[Leaves]] = {}
-        for unit in self._pieces if call.units is None else call.units:
-            for piece in self._pieces[unit]:
-                if piece.tensors[0].numel():  # the CUDA kernels refuse empty tensors
-                    kinds.setdefault(piece.decays, []).append(piece.tensors)
+        for unit in self._stretches if call.units is None else call.units:
+            for decays, leaves in self._stretches[unit]:
+                kinds.setdefault(decays, []).append(leaves)
         call.on_write()  # the user's learning rate and decay mask have been asked
-        for decays, pieces in kinds.items():
-            self._launch(pieces, self._decay.weight_decay if decays else 0.0, call.scale)
+        for decays, stretches in kinds.items():
+            self._launch(stretches, self._decay.weight_decay if decays else 0.0, call.scale)
 
     def _begin(self, scale: Scalar, found_inf: Scalar) -> None:
         """Computes a step's scalars, of which some depend on counts, before any part of it. The host waits for none."""
@@ -77,39 +68,41 @@ class FusedSteps:
         if self._fusion.taken is not None:
             self._counts = (self._fusion.taken + 1).float()
 
-    def _launch(self, pieces: Sequence[Leaves], weight_decay: float, scale: Scalar) -> None:
-        """Calls the kernel for all pieces, and copies their parameters."""
-        columns = [list(column) for column in zip(*pieces, strict=True)]
+    def _launch(self, stretches: Sequence[Leaves], weight_decay: float, scale: Scalar) -> None:
+        """Calls the kernel for all stretches, and copies their parameters."""
+        params, grads, *others = [list(column) for column in zip(*stretches, strict=True)]
         # the kernels read memory as it lies: autograd may give a transposed view, and a caller another dtype
-        columns[1] = [grad.to(self._like.dtype).contiguous() for grad in columns[1]]
+        grads = [grad.to(self._like.dtype).contiguous() for grad in grads]
         if scale is not None and self._like.dtype == torch.float64:
-            for grad in columns[1]:
+            for grad in grads:
                 grad.div_(scale)  # the kernels read it in float32
         fusion = self._fusion
-        rest: list[Any] = [] if fusion.moments else [[]]
+        count = len(fusion.moments)
+        given: list[Any] = others[:count] or [[]]
         if self._counts is not None:
-            rest = [[], [self._counts] * len(pieces)]
-        how = {**(self._scalars or {}), **fusion.settings, "weight_decay": weight_decay, "maximize": False}
-        fusion.kernel(*columns[: self._width], *rest, **how)
-        for copies in columns[self._width :]:
-            foreach_copy(copies, columns[0])
+            given += [[], [self._counts] * len(stretches)]
+        how = {**self._scalars, **fusion.settings, "weight_decay": weight_decay, "maximize": False}
+        fusion.kernel(params, grads, *given, **how)
+        for copies in others[count:]:
+            foreach_copy(copies, params)
 
     @cached_property
-    def _pieces(self) -> dict[int, list[RowStretch]]:
-        """The pieces of each unit; leaves of a plain tree count as units."""
-        out: dict[int, list[RowStretch]] = {}
-        columns = iter(list(zip(*self._columns, strict=True)))
+    def _stretches(self) -> dict[int, list[tuple[bool, Leaves]]]:
+        """The stretches of each unit's row that take the step: whether each decays, and its part of each column.
+        Leaves of a plain tree count as units."""
+        out: dict[int, list[tuple[bool, Leaves]]] = {}
+        columns = zip(*self._columns, strict=True)
         for accessor, node in handles_and_leaves(self.lane.params):
             if not isinstance(node, Sharded):
                 decays = self._decays(dotted(accessor), plain_param(accessor, node))
-                leaves = list(next(columns))
-                out[len(out)] = [] if decays is None else [RowStretch(decays, leaves)]
+                out[len(out)] = _some([(decays, next(columns))])
                 continue
             for _, group, leaf in node.group_leaves():
-                runs = row_runs(self._decays, node, group, leaf.shape[-1])
+                kinds, lengths = zip(*row_runs(self._decays, node, group, leaf.shape[-1]), strict=True)
                 of_columns = [rows(group, x, self.lane.host) for x in next(columns)]
                 for unit, *of_unit in zip(group.held, *of_columns, strict=True):
-                    out[unit] = _split(runs, of_unit)
+                    parts = [torch.split(row, lengths) for row in of_unit]
+                    out[unit] = _some(zip(kinds, zip(*parts, strict=True), strict=True))
         return out
 
     def _decays(self, path: str, param: Param) -> bool | None:
@@ -121,17 +114,15 @@ class FusedSteps:
 
     def finish(self, found_inf: Scalar) -> None:
         """Ends a step, after all units have taken it: counts advance, unless it is skipped."""
-        self._scalars = None
+        self._scalars = {}
         for _, state in self.lane.stages:
             if isinstance(state, ScaleByAdamState | ScaleByScheduleState):
                 state.count.add_(1 if found_inf is None else found_inf != 1)
 
 
-def _split(runs: Runs, rows: Sequence[Tensor]) -> list[RowStretch]:
-    """Splits a row of each column."""
-    pieces = [torch.split(row, [length for _, length in runs]) for row in rows]
-    of_runs = zip(runs, zip(*pieces, strict=True), strict=True)
-    return [RowStretch(decays, list(piece)) for (decays, _), piece in of_runs if decays is not None]
+def _some(stretches: Iterable[tuple[bool | None, Sequence[Tensor]]]) -> list[tuple[bool, Leaves]]:
+    """Returns the stretches that take a step, without empty ones, which the CUDA kernels refuse."""
+    return [(decays, list(leaves)) for decays, leaves in stretches if decays is not None and leaves[0].numel()]
 
 
 def _fp32(value: Any, device: torch.device) -> Any:
