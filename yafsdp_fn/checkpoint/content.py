@@ -124,7 +124,7 @@ class Content(NamedTuple):
         """Fills this rank's parts, or its shards from whole leaves, of one layer at a time."""
         if self.units is not None and self.leaves:
             sources = [partial(_whole, leaf, self.tensor, read) for leaf in self.leaves]
-            fill_group(self.tensor, *self.units, sources)
+            fill_group(self.tensor.detach(), *self.units, sources)
             return
         for offsets, target in self.parts().items():
             read(self.key, target.detach(), offsets)
