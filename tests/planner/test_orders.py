@@ -5,7 +5,17 @@ from __future__ import annotations
 import pytest
 
 from tests.harness.marks import nightly
-from tests.planner.bubbles import bubble, calls_of, published, rows, simulated, split_of, trace_of, zero_bubble_2
+from tests.planner.bubbles import (
+    ShortestSpan,
+    bubble,
+    calls_of,
+    published,
+    rows,
+    simulated,
+    split_of,
+    trace_of,
+    zero_bubble_2,
+)
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import bound
 from yafsdp_fn.planner.orders import Search, evaluate
@@ -61,6 +71,21 @@ def test_what_is_found(v: bool, memory: int) -> None:
     same.run(150)
     same.run(250)
     assert same.rows == search.rows
+
+
+@pytest.mark.nightly
+def test_in_the_memory_of_v_half_calls_are_moved() -> None:
+    """Lists by any preferences found nothing shorter than V-Half there, whose bubble is 19.03%."""
+    row = next(row for row in rows() if (row.model, row.stages, row.microbatches) == ("1.5B", 8, 24))
+    split = split_of(8, v=True)
+    calls = calls_of(row, split)
+    v_half = orders.v_half_calls(split, 24)
+    memory = max(evaluate(calls, v_half).memory)
+    search = ShortestSpan(calls, memory, starts=[v_half])
+    search.run(100)
+    assert bubble(calls, v_half) == pytest.approx(0.1903, abs=1e-4)
+    assert bubble(calls, search.rows) < 0.18
+    assert max(evaluate(calls, search.rows).memory) <= memory * (1 + 1e-6)
 
 
 def test_rows_that_wait_for_each_other() -> None:

@@ -165,22 +165,38 @@ def test_z3_finds_nothing_wrong() -> None:
     assert opinion(written(moves=30).program) is None
 
 
+NARROW = Sizes(E=2048, F=8192, H=16, V=32_768, S=4096, X=8, window=1024)
+EXPERTS = Model((("local", 1), ("experts", 1)) * 12, NARROW._replace(X=16, F=4096))
+WINDOWS = Model((("local", 5), ("global", 1)) * 6, NARROW._replace(S=65_536))
+WIDE = NARROW._replace(E=4096, F=14_336, H=32)
+STAGES = Model((("global", 32),), WIDE._replace(S=2048))
+LONGER = Model((("global", 32),), WIDE)
+
+
+def saved(model: Model, cluster: str, gib: int, microbatches: int, stages: int = 1) -> float:
+    """Returns what 300 moves save of the best builder's step on 64 ranks."""
+    tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(3e-4))
+    half = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
+    loss = (model.loss, model.params(), model.batch(microbatches))
+    trace = ya.planner.trace(*loss, tx=tx, ranks=64, precision=half, microbatches=microbatches)
+    memory = gib * 2**30
+    found = search(trace, cluster, memory=memory, stages=(stages,), runners_up=4, synthesize=10**5, moves=300)
+    written = found.synthesized
+    assert written is not None
+    assert written.moves == 300
+    print(written)
+    return 1 - written.step_s / written.builder_s
+
+
 @pytest.mark.nightly
 def test_memory_is_shared_by_size_and_filled() -> None:
     """Two cases of docs/synthesis.md, on which random moves alone saved 0.3% and 1.3%."""
-    narrow = Sizes(E=2048, F=8192, H=16, V=32_768, S=4096, X=8, window=1024)
-    experts = Model((("local", 1), ("experts", 1)) * 12, narrow._replace(X=16, F=4096))
-    windows = Model((("local", 5), ("global", 1)) * 6, narrow._replace(S=65_536))
-    tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(3e-4))
-    half = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
-    for model, cluster, gib, microbatches, saved in (
-        (experts, "a100-80g", 10, 4, 0.12),
-        (windows, "h100-80g", 62, 1, 0.06),
-    ):
-        batch = model.batch(microbatches)
-        trace = ya.planner.trace(
-            model.loss, model.params(), batch, tx=tx, ranks=64, precision=half, microbatches=microbatches
-        )
-        found = search(trace, cluster, memory=gib * 2**30, runners_up=4, synthesize=3600, moves=300)
-        written = found.synthesized
-        assert written is not None and written.step_s < (1 - saved) * written.builder_s, str(written)
+    assert saved(EXPERTS, "a100-80g", 10, 4) > 0.12
+    assert saved(WINDOWS, "h100-80g", 62, 1) > 0.06
+
+
+@pytest.mark.nightly
+def test_cuts_take_turns_and_calls_move() -> None:
+    """Two cases of docs/synthesis.md: one cut whose orders were lists alone saved 2.9% and 3.6%."""
+    assert saved(STAGES, "a100-80g", 40, 1, stages=8) > 0.05
+    assert saved(LONGER, "a100-80g", 14, 2, stages=8) > 0.08

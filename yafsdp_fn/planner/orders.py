@@ -3,30 +3,30 @@
     CallGraph        the seconds of each call, and the memory that a microbatch holds meanwhile
     evaluate         runs rows of calls: each begins as soon as its stage is free and its input has come
     listed           lists calls greedily, by preferences
-    Search           changes the preferences of the best list
+    Search           changes the preferences of the best list, and shifts calls on the critical path of the best rows
 
-A list takes milliseconds, since it knows calls and messages alone: programs are built, proved and simulated from the
-rows that come out of it (synthesize.py).
+A list takes milliseconds and a shift less, since they know calls and messages alone: programs are built, proved and
+simulated from the rows that come out of it (synthesize.py).
 """
 
 import heapq
 import itertools
 import math
 import random
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import NamedTuple
 
 from yafsdp_fn.pipelines.messages import Pace
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.ops import Backward, Forward, Send
-from yafsdp_fn.program.split import Call
+from yafsdp_fn.program.split import Call, Kind
 from yafsdp_fn.program.trace import Trace
 
 Rows = Sequence[Sequence[Call]]
 """The calls of each stage, in order."""
+KINDS: tuple[Kind, ...] = ("forward", "inputs", "weights")
 
 
 class CallGraph(NamedTuple):
@@ -114,18 +114,6 @@ class CallGraph(NamedTuple):
         found = call.segment - 1 if call.kind == "forward" else call.segment + 1
         return found if 0 <= found < len(self.homes) else None
 
-    def arrives(self, call: Call, ends: "Ends") -> float:
-        """Returns when what a call takes is there, given when others have ended: never, if its source has not."""
-        source = self.source(call)
-        if source is None:
-            return 0.0
-        crosses = self.homes[source] != self.homes[call.segment]
-        return ends.get((call.kind == "forward", source, call.microbatch), math.inf) + self.message * crosses
-
-
-Ends = dict[tuple[bool, int, int], float]
-"""The end of each forward (True) and backward, by segment and microbatch; of a backward in halves, that of inputs."""
-
 
 class OrderRun(NamedTuple):
     """The result of a run of rows. seconds: until the last call ends; memory: the most that each stage holds
@@ -139,30 +127,95 @@ class OrderRun(NamedTuple):
     ends: tuple[float, ...]
 
 
+NONE = -1
+ABSENT = -2
+"""Numbers of no call: the source of one that takes no output, and of one whose source is not among the calls."""
+
+
+class NumberedCalls:
+    """Calls by number, so that orders of them run fast.
+
+    calls: the call of each number; numbers: of each call; seconds, takes: of each number, as in `graph`
+    sources: the call whose output each takes; delays: seconds of the message from there
+    causes: of the last run: the call after which each could begin, its source or the one before it on its stage
+    """
+
+    def __init__(self, graph: CallGraph, calls: Iterable[Call]) -> None:
+        self.graph = graph
+        self.calls = [*calls]
+        self.numbers = {call: number for number, call in enumerate(self.calls)}
+        self.seconds = [*map(graph.seconds, self.calls)]
+        self.takes = [*map(graph.takes, self.calls)]
+        self.sources: list[int] = []
+        self.delays: list[float] = []
+        self.causes: list[int] = []
+        outputs = {
+            (call.kind == "forward", call.segment, call.microbatch): number
+            for call, number in self.numbers.items()
+            if call.kind != "weights"
+        }
+        for call in self.calls:
+            segment = graph.source(call)
+            crosses = segment is not None and graph.homes[segment] != graph.homes[call.segment]
+            output = (call.kind == "forward", segment, call.microbatch)
+            self.sources.append(NONE if segment is None else outputs.get(output, ABSENT))
+            self.delays.append(graph.message * crosses)
+
+    def rows_of(self, rows: Rows) -> list[list[int]]:
+        """Returns rows of calls as rows of numbers."""
+        return [[self.numbers[call] for call in row] for row in rows]
+
+    def no_ends(self) -> list[float]:
+        """Returns the end of each call before any has begun, and after them those of `ABSENT` and `NONE`."""
+        return [*[math.inf] * len(self.calls), math.inf, 0.0]
+
+    def arrives(self, number: int, ends: Sequence[float]) -> float:
+        """Returns when what a call takes is there: never, if its source has not ended."""
+        return ends[self.sources[number]] + self.delays[number]
+
+    def run(self, rows: Sequence[Sequence[int]]) -> OrderRun:
+        """Runs rows. Raises ValueError where calls wait for each other."""
+        ends = self.no_ends()
+        self.causes = [NONE] * len(self.calls)
+        clock = [0.0] * len(rows)
+        begun = [0] * len(rows)
+        waiting: dict[int, int] = {}  # call -> the stage that waits for it
+        ready = [*range(len(rows))]
+        while ready:
+            stage = ready.pop()
+            row = rows[stage]
+            now = clock[stage]
+            for at in range(begun[stage], len(row)):
+                number = row[at]
+                arrives = self.arrives(number, ends)
+                if arrives == math.inf:
+                    waiting[self.sources[number]] = stage
+                    break
+                if arrives > now:
+                    now = arrives
+                    self.causes[number] = self.sources[number]
+                elif at:
+                    self.causes[number] = row[at - 1]
+                now += self.seconds[number]
+                ends[number] = now
+                begun[stage] = at + 1
+                if number in waiting:
+                    ready.append(waiting.pop(number))
+            clock[stage] = now
+        if waiting:
+            raise ValueError(f"the calls wait for each other: stage {next(iter(waiting.values()))} for ever")
+        begins = tuple(ends[row[0]] - self.seconds[row[0]] for row in rows)
+        return OrderRun(max(clock), tuple(map(self.memory, rows)), begins, tuple(clock))
+
+    def memory(self, row: Sequence[int]) -> float:
+        """Returns the most that the calls of a row hold at once."""
+        return max(itertools.accumulate(self.takes[number] for number in row))
+
+
 def evaluate(calls: CallGraph, rows: Rows) -> OrderRun:
     """Runs rows, in which a backward may be whole. Raises ValueError where calls wait for each other."""
-    ends: Ends = {}
-    begins = [0.0] * len(rows)
-    clock = [0.0] * len(rows)
-    left = [deque(row) for row in rows]
-    goes_on = True
-    while goes_on:
-        goes_on = False
-        for stage, row in enumerate(left):
-            while row and calls.arrives(row[0], ends) < math.inf:
-                call = row.popleft()
-                begin = max(clock[stage], calls.arrives(call, ends))
-                if call == rows[stage][0]:
-                    begins[stage] = begin
-                clock[stage] = begin + calls.seconds(call)
-                if call.kind != "weights":
-                    ends[call.kind == "forward", call.segment, call.microbatch] = clock[stage]
-                goes_on = True
-    stuck = [stage for stage, row in enumerate(left) if row]
-    if stuck:
-        raise ValueError(f"the calls wait for each other: stage {stuck[0]} for ever")
-    memory = tuple(max(itertools.accumulate(map(calls.takes, row))) for row in rows)
-    return OrderRun(max(clock), memory, tuple(begins), tuple(clock))
+    numbered = NumberedCalls(calls, itertools.chain.from_iterable(rows))
+    return numbered.run(numbered.rows_of(rows))
 
 
 # ---- Lists calls greedily: a free stage takes the last segment's of those whose input has come, backwards before
@@ -180,23 +233,16 @@ class Preferences(NamedTuple):
     patience: tuple[float, ...]
 
 
-class Listed(NamedTuple):
-    """A list of calls. begins, ends: as of `OrderRun`"""
-
-    rows: list[list[Call]]
-    begins: list[float]
-    ends: list[float]
-
-
-def listed(calls: CallGraph, prefers: Preferences, memory: float) -> Listed | None:
-    """Lists rows. Returns None where memory leaves no way on."""
+def listed(numbered: NumberedCalls, prefers: Preferences, memory: float) -> list[list[int]] | None:
+    """Lists rows of numbers. Returns None where memory leaves no way on. numbered: all calls of a step, forwards first,
+    then backwards of inputs"""
+    calls = numbered.graph
     own = [calls.of(stage) for stage in range(calls.stages)]
     done: Counter[tuple[str, int]] = Counter()  # calls of a kind and segment
-    ends: Ends = {}
+    ends = numbered.no_ends()
     used = [0.0] * calls.stages
     free = [0.0] * calls.stages
-    begins = [math.inf] * calls.stages
-    rows: list[list[Call]] = [[] for _ in own]
+    rows: list[list[int]] = [[] for _ in own]
     agenda = [(0.0, stage) for stage in range(calls.stages)]
     while agenda:
         now, stage = heapq.heappop(agenda)
@@ -210,49 +256,53 @@ def listed(calls: CallGraph, prefers: Preferences, memory: float) -> Listed | No
                 candidates.append(Call("forward", segment, forwards))
             if forwards > backwards:
                 candidates.append(Call("inputs", segment, backwards))
-        best: Call | None = None
+        best: int | None = None
         soonest = math.inf
         blocked = False
-        for call in sorted(candidates, key=lambda call: (call.kind == "inputs", call.segment)):
-            arrives = calls.arrives(call, ends)
+        for number in sorted(numbered.numbers[call] for call in candidates):
+            arrives = numbered.arrives(number, ends)
             if arrives > now:
                 soonest = min(soonest, arrives)
-            elif used[stage] + calls.takes(call) > memory:
+            elif used[stage] + numbered.takes[number] > memory:
                 blocked = True
             else:
-                best = call
+                best = number
         if best is None:
             late = max(own[stage], key=lambda segment: done["inputs", segment] - done["weights", segment])
             long = soonest - now >= prefers.patience[late] * calls.weights[late]
             if done["inputs", late] > done["weights", late] and (blocked or long):
-                best = Call("weights", late, done["weights", late])
+                best = numbered.numbers[Call("weights", late, done["weights", late])]
         if best is not None:
+            call = numbered.calls[best]
             rows[stage].append(best)
-            done[best.kind, best.segment] += 1
-            used[stage] += calls.takes(best)
-            begins[stage] = min(begins[stage], now)
-            free[stage] = soonest = now + calls.seconds(best)
-            if best.kind != "weights":
-                ends[best.kind == "forward", best.segment, best.microbatch] = soonest
-                # who takes its output
-                target = best.segment + (1 if best.kind == "forward" else -1)
-                if 0 <= target < len(calls.homes):
-                    home = calls.homes[target]
-                    arrives = calls.arrives(best._replace(segment=target), ends)
-                    heapq.heappush(agenda, (max(free[home], arrives), home))
+            done[call.kind, call.segment] += 1
+            used[stage] += numbered.takes[best]
+            free[stage] = ends[best] = soonest = now + numbered.seconds[best]
+            # who takes its output
+            target = call.segment + (1 if call.kind == "forward" else -1)
+            if call.kind != "weights" and 0 <= target < len(calls.homes):
+                home = calls.homes[target]
+                arrives = numbered.arrives(numbered.numbers[call._replace(segment=target)], ends)
+                heapq.heappush(agenda, (max(free[home], arrives), home))
         if soonest < math.inf:
             heapq.heappush(agenda, (soonest, stage))
-    whole = sum(map(len, rows)) == 3 * len(calls.homes) * calls.microbatches
-    return Listed(rows, begins, free) if whole else None
+    whole = sum(map(len, rows)) == len(numbered.calls)
+    return rows if whole else None
 
 
-# ---- Search: lists at first by what is usually good, then by other preferences.
+# ---- Search: lists at first by what is usually good, then by other preferences; and calls of the best rows in other
+# places.
 
 AHEAD = (2.0, 1.0, math.inf)
 """Microbatches under way on a segment, of those of 1F1B: a list is made for each at first."""
 PATIENCE = 0.2
 PATIENCES = (0.0, 0.1, PATIENCE, 0.5, 1.0)
 """Patience at first, and what it is changed to."""
+SHIFTS = 20
+"""Calls that are shifted, one after the other, after each list."""
+LATER = (1, 2, 3, 5, 8, 13, 21, 34)
+NEARBY = (-8, -5, -3, -2, -2, -1, -1, -1, 1, 1, 2, 3)
+"""Distances by which a backward of weights is shifted, to a later gap, and other calls, for which calls wait."""
 
 
 class Search:
@@ -261,49 +311,69 @@ class Search:
     starts: rows to begin with, such as those of builders; rows that do not fit are left out
     The same seed and number of moves find the same rows, on any machine.
 
-    rows: the best; seconds: of these; moves: how many lists were made
+    seconds: of the best rows; moves: how many lists were made, with shifts of calls after each
     """
 
     def __init__(self, calls: CallGraph, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0) -> None:
         self.calls = calls
         self.memory = memory * (1 + 1e-9)
-        self.rows: Rows = []
         self.seconds = math.inf
         self.moves = 0
+        every = itertools.product(KINDS, range(len(calls.homes)), range(calls.microbatches))
+        self._numbered = NumberedCalls(calls, itertools.starmap(Call, every))
+        self._rows: list[list[int]] = []  # the best ones, by numbers
+        self._path: list[tuple[int, int]] = []  # the critical one of these: stages and places
         self._random = random.Random(seed)
         self._first = iter([self._usual(ahead) for ahead in AHEAD])
         self._best = self._usual(1.0)  # the preferences of the best list, and its seconds
         self._best_s = math.inf
         for rows in starts:
-            with suppress(ValueError):  # they wait for each other
-                run = evaluate(calls, rows)
-                if max(run.memory) <= self.memory:
-                    self._offer(rows, run)
+            self._offer(self._numbered.rows_of([_in_halves(row) for row in rows]))
+
+    @property
+    def rows(self) -> list[list[Call]]:
+        """The best rows."""
+        return [[self._numbered.calls[number] for number in row] for row in self._rows]
 
     def run(self, moves: int) -> None:
-        """Makes so many lists more."""
+        """Makes so many lists more, and shifts calls after each."""
         for _ in range(moves):
-            prefers = next(self._first, None) or self._changed()
+            self._list(next(self._first, None) or self._changed())
+            for _ in range(SHIFTS):
+                self._shift()
             self.moves += 1
-            found = listed(self.calls, prefers, self.memory)
-            if found is None:
-                continue
-            seconds = self._offer(found.rows, found)
-            if seconds <= self._best_s:
-                self._best = prefers
-                self._best_s = seconds
-
-    def _offer(self, rows: Rows, run: OrderRun | Listed) -> float:
-        """Adopts rows that are no slower than the best; returns their seconds."""
-        seconds = max(map(self.length, run.begins, run.ends))
-        if seconds <= self.seconds:
-            self.seconds = seconds
-            self.rows = rows
-        return seconds
 
     def length(self, begin: float, end: float) -> float:
         """Returns the length of a row: what is searched for is the order whose longest row is shortest."""
         return end
+
+    def _offer(self, rows: list[list[int]]) -> float:
+        """Adopts rows that are no slower than the best; returns their seconds, infinite where they do not fit or wait
+        for each other."""
+        if max(map(self._numbered.memory, rows)) > self.memory:
+            return math.inf
+        try:
+            run = self._numbered.run(rows)
+        except ValueError:
+            return math.inf
+        lengths = [*map(self.length, run.begins, run.ends)]
+        seconds = max(lengths)
+        if seconds <= self.seconds:
+            self.seconds = seconds
+            self._rows = rows
+            self._path = self._critical_path(rows[lengths.index(seconds)][-1])
+        return seconds
+
+    # ---- lists
+
+    def _list(self, prefers: Preferences) -> None:
+        rows = listed(self._numbered, prefers, self.memory)
+        if rows is None:
+            return
+        seconds = self._offer(rows)
+        if seconds <= self._best_s:
+            self._best = prefers
+            self._best_s = seconds
 
     def _usual(self, ahead: float) -> Preferences:
         """Returns the preferences with so many microbatches under way, of those of 1F1B."""
@@ -323,3 +393,46 @@ class Search:
             else:
                 patience[segment] = self._random.choice(PATIENCES)
         return Preferences(tuple(ahead), tuple(patience))
+
+    # ---- calls in other places
+
+    def _shift(self) -> None:
+        """Offers the best rows with a call of the critical path in another place of its row, unless it would pass
+        another half of its pass or another microbatch of its kind and segment."""
+        if not self._rows:
+            return
+        stage, at = self._random.choice(self._path)
+        row = self._rows[stage]
+        call = self._numbered.calls[row[at]]
+        to = at + self._random.choice(LATER if call.kind == "weights" else NEARBY)
+        to = min(max(to, 0), len(row) - 1)
+        passed = row[to:at] if to < at else row[at + 1 : to + 1]
+        for number in passed:
+            kind, segment, microbatch = self._numbered.calls[number]
+            if segment == call.segment and (kind == call.kind or microbatch == call.microbatch):
+                return
+        if passed:
+            shifted = [*row]
+            shifted.insert(to, shifted.pop(at))
+            self._offer([*self._rows[:stage], shifted, *self._rows[stage + 1 :]])
+
+    def _critical_path(self, last: int) -> list[tuple[int, int]]:
+        """Returns the calls for which `last` waited in the last run, which was of the best rows, as stages and
+        places."""
+        places = {number: (stage, at) for stage, row in enumerate(self._rows) for at, number in enumerate(row)}
+        path: list[tuple[int, int]] = []
+        while last != NONE:
+            path.append(places[last])
+            last = self._numbered.causes[last]
+        return path
+
+
+def _in_halves(row: Iterable[Call]) -> list[Call]:
+    """Returns a row with two halves in place of each whole backward."""
+    halves: list[Call] = []
+    for call in row:
+        if call.kind == "backward":
+            halves += (call._replace(kind="inputs"), call._replace(kind="weights"))
+        else:
+            halves.append(call)
+    return halves

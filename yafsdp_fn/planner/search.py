@@ -57,6 +57,8 @@ SWEEP = 6
 
 AMPLE = 1 << 60
 """Bytes in which everything fits."""
+INSIDES = 2
+"""Synthesis begins with every order of calls, with so many of the best configurations inside stages."""
 UNDER_WAY = 3
 """Memory is looked at in so many microbatches per stage: but for gpipe, more are never under way at once."""
 
@@ -216,6 +218,10 @@ def search(
     of_step = [choice.point for choice in (best, *others) if found[choice] is result.trace]
     staged = best.point.order is not None
     alike = [point for point in of_step if (point.order is not None) == staged]
+    for point in alike[:INSIDES]:
+        if point.order is not None:
+            every = orders(result.trace, point.order.stages, point.order.microbatches)
+            alike += [point._replace(order=order) for order in every]
     writing = Synthesis(result.trace, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
 

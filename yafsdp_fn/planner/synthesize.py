@@ -1,8 +1,9 @@
 """Writes programs that no builder has: what `search` found, changed visit by visit, unit by unit, and call by call.
 
-    begin     with each point, with as few recomputed layers as fit, on each stage where there are stages
-    change    of the fastest one the configuration (stage_config.py) of a stage, or of the step without stages: what it
-              recomputes, gathers again, reduces
+    begin     with each point, with as few recomputed layers as fit, on each stage where there are stages; the fastest
+              one goes on, of cuts into stages several, which take turns
+    change    the configuration (stage_config.py) of a stage, or of the step without stages: what it recomputes,
+              gathers again, reduces
     reorder   by turns with that, in a pipeline: its forwards, backwards of inputs and of weights (orders.py), in the
               memory that stages have left
 
@@ -100,7 +101,12 @@ class Synthesized:
 
 
 TURN = 25
-"""Lists of calls in a turn, which takes about as long as a program is built and simulated."""
+"""Moves of orders in a turn, which takes about as long as a program is built and simulated."""
+CUTS = 6
+FASTEST = 3
+"""Cuts into stages that take turns, those that begin with the fastest programs; and how many of them go on after
+`ROUNDS` turns."""
+ROUNDS = 8
 
 
 @dataclasses.dataclass
@@ -130,7 +136,7 @@ class Synthesis:
     where it was: see `run`.
 
     builder: the outcome of the first point's program; least: the bound of its step; best, outcome: what was found
-    candidate: the one whose program was the fastest as it began; it is changed
+    candidates: those that go on, of steps without stages one, whose programs were the fastest as they began
     """
 
     def __init__(self, trace: Trace, points: Sequence[Point], cluster: Cluster, budget: int, seed: int = 0) -> None:
@@ -147,7 +153,8 @@ class Synthesis:
         self.builder = self.outcome = Outcome(simulate(builder, cluster).seconds, peaks_of(builder))
         self.best = Design(first)
         self._starts = iter(dict.fromkeys(point._replace(remat=0) for point in points))
-        self.candidate: Candidate | None = None
+        self._turns = 0
+        self.candidates: list[Candidate] = []
 
     def run(self, moves: int, *, seconds: float = math.inf, report: Report | None = None) -> Synthesized:
         """Tries so many moves more, fewer where the bound is met; `seconds` stop it early."""
@@ -183,15 +190,25 @@ class Synthesis:
     # ---- moves
 
     def _move(self) -> None:
-        """Begins with a point, while there are others; then changes a configuration, on stages and the order by
-        turns."""
+        """Begins with a point, while there are others; then changes the configuration of a candidate, on stages its
+        order by turns."""
         point = next(self._starts, None)
         if point is not None:
             self._begin(point)
-        elif self.candidate is not None and self.candidate.search is not None and self.moves % 2 == 0:
-            self._reorder(self.candidate, self.candidate.search)
-        elif self.candidate is not None:
-            self._change(self.candidate)
+            return
+        if self._turns in (0, ROUNDS * CUTS):
+            self.candidates.sort(key=lambda candidate: candidate.outcome)
+            go_on = 1 if self.points[0].order is None else FASTEST if self._turns else CUTS
+            del self.candidates[go_on:]
+        if not self.candidates:
+            return
+        turn, which = divmod(self._turns, len(self.candidates))
+        self._turns += 1
+        candidate = self.candidates[which]
+        if candidate.search is not None and turn % 2 == 0:
+            self._reorder(candidate, candidate.search)
+        else:
+            self._change(candidate)
 
     def _begin(self, point: Point) -> None:
         """Begins with as few recomputed layers on each stage as fit, the first ones of its segments."""
@@ -213,8 +230,8 @@ class Synthesis:
                     few[stage] = counts[stage]
         candidate.now = _recomputing(configs, layers, enough)
         candidate.now_s = self._try(candidate, candidate.now, rows)
-        if candidate.now_s < math.inf and (self.candidate is None or candidate.outcome < self.candidate.outcome):
-            self.candidate = candidate
+        if candidate.now_s < math.inf:
+            self.candidates.append(candidate)
             if not rows:
                 candidate.starts = candidate.changes[0].starts(candidate.now[0], self.cluster, self.budget)
 
