@@ -18,7 +18,7 @@ from tests.harness.watching import Watch
 from tests.optim.test_elementwise import TXS
 from tests.optim.test_step import ALL, FUSED, RAMP, clipped, foreign_sign
 from tests.optim.trees import bits, clone
-from yafsdp_fn import optim
+from yafsdp_fn import optim, unshard
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.optim.cutting import row_runs
 from yafsdp_fn.optim.step.units import UnitSteps
@@ -199,8 +199,8 @@ def test_several_units_are_one_call_that_allocates_nothing(name: str, kernels: i
 
 class TestErrors:
     def steps(self, tx: Any = None) -> UnitSteps:
-        tx, params = tx or optim.adamw(0.1), shards(0)
-        return UnitSteps(tx, params, shards(1), tx.init(params))
+        tx, params = tx or optim.adamw(0.1), shards(0, length=round_up)
+        return UnitSteps(tx, params, shards(1, length=round_up), tx.init(params))
 
     def test_another_gradient(self) -> None:
         params = shards(0)
@@ -226,9 +226,11 @@ class TestErrors:
             self.steps(optim.assume_elementwise((lambda p: new(p)["head"], lambda u, s, params=None: (u, s)))).run([1])
 
     @pytest.mark.parametrize("mask", [False, True], ids=["", "masked"])
-    def test_a_norm_inside_a_foreign_update(self, mask: bool) -> None:
+    @pytest.mark.parametrize("asks", [global_norm, unshard])
+    def test_a_foreign_update_that_asks_for_all(self, asks: Callable[[Any], Any], mask: bool) -> None:
         def update(updates: Any, state: Any, params: Any = None) -> Any:
-            return optree.tree_map(lambda u: u / global_norm(updates), updates), state
+            asks(updates)
+            return updates, state
 
         tx = optim.assume_elementwise((lambda params: (), update))
         steps = self.steps(optim.masked(tx, matrices) if mask else tx)

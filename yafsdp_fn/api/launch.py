@@ -198,7 +198,7 @@ class _Rank:
             self._inherited.append(rank.pipe)
             for printed in rank.prints:
                 self._inherited += [printed.read, printed.write]
-        self.process = multiprocessing.get_context("fork").Process(target=self._run)
+        self.process: Any = multiprocessing.get_context("fork").Process(target=self._run)
         with warnings.catch_warnings():  # Python warns of threads, whose locks a fork may need: none of these
             warnings.simplefilter("ignore", DeprecationWarning)
             self.process.start()
@@ -225,8 +225,9 @@ class _Rank:
 
     def close(self) -> None:
         """Closes this process's ends, but for those that threads read to their end."""
-        for end in (self.pipe, *(printed.write for printed in self.prints)):
-            end.close()
+        self.pipe.close()
+        for printed in self.prints:
+            printed.write.close()
 
     def _run(self) -> None:
         """Runs the function, in the fork. Never returns, into what is the parent's."""

@@ -270,7 +270,9 @@ def state_of(rule: Leafwise, handle: Sharded) -> Sharded:
     places = _places(handle.entry, spec)
     groups = []
     for number, group in enumerate(handle.entry.groups, handle.context.first_group):
-        own = optree.tree_leaves([places[leaf] for leaf in group.leaves])
+        own: list[int] = []
+        for leaf in group.leaves:
+            own += optree.tree_leaves(places[leaf])
         layout = layouts.get(number, FlatLayout((), ()))
         groups.append(dataclasses.replace(group, layout=layout, leaves=tuple(own), splits=(), axes=()))
     entry = dataclasses.replace(handle.entry, spec=spec, groups=tuple(groups))
@@ -366,7 +368,8 @@ def _worked(
         numbers, spec = optree.tree_flatten(own[number])
         state = optree.tree_unflatten(spec, [whole_states[each] for each in numbers])
         new[number], changed = checked_update(rule.inner, leaf, state, whole_weights.get(number))
-        after.update(zip(numbers, spec.flatten_up_to(changed), strict=True))
+        values: list[Any] = spec.flatten_up_to(changed)
+        after.update(zip(numbers, values, strict=True))
     messages = [updates.give_back(new)]
     if states is not None:
         messages.append(states.give_back(after))
@@ -393,7 +396,7 @@ def _update_handle(
     cutter = Cutter(updates)
 
     def by_unit(tree: Sharded) -> dict[int, Sharded]:
-        (found,) = cutter.cut("a leafwise tree", tree, {}).nodes
+        found: dict[int, Sharded] = cutter.cut("a leafwise tree", tree, {}).nodes[0]
         return found
 
     given, states, rows, of_states = map(by_unit, (updates, state, new, after))
@@ -401,5 +404,6 @@ def _update_handle(
     for unit, handle in given.items():
         work = at_owners(rule, plans[unit], updates.owner.comms, handle, states[unit], weights.get(unit))
         for old, out in zip((rows[unit], of_states[unit]), exchanged(work, updates.owner.comms), strict=True):
-            optree.tree_map(Tensor.copy_, old, out)
+            for row, value in zip(old.leaves, out.leaves, strict=True):
+                row.copy_(value)
     return new, after

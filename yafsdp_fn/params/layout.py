@@ -328,7 +328,7 @@ class Entry:
     spec: optree.PyTreeSpec
     groups: tuple[Group, ...]
 
-    @property
+    @cached_property
     def length(self) -> int | None:
         """L, or None if unstacked."""
         return self.groups[0].length

@@ -286,7 +286,7 @@ def unit_leaves(
     else:
         row = leaf.select(-2, group.here.index(index)) if group.stacked else leaf
     row = row.to(comms.device if group.on_host else row.device, dtype)
-    if group.stages is not None:
+    if comms.stages > 1:  # at one rank, too, the owner of a unit alone refuses to be asked
         row = comms.from_stage(row, group.home(index))
     row = row.movedim(-1, 0).contiguous()  # flat elements first: that axis is gathered, and cut into leaves
     return group.leaves_of(row if comms.ranks == 1 else comms.all_gather(row), comms)

@@ -144,10 +144,10 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
     lanes = leafwise_lanes(tx, params)
     for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        measured = cache(partial(_measured, rule, placement))
+        costs = cache(partial(_measured, rule, placement))
         for unit, of_unit in plan(rule, handles(own)).items():
             for leaf in of_unit.leaves:
-                nbytes, flops = measured(leaf)
+                nbytes, flops = costs(leaf)
                 _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
                 found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
     leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}

@@ -101,7 +101,7 @@ class FusedSteps:
                 kinds, lengths = zip(*row_runs(self._decays, node, group, leaf.shape[-1]), strict=True)
                 of_columns = [rows(group, x, self.lane.host) for x in next(columns)]
                 for unit, *of_unit in zip(group.held, *of_columns, strict=True):
-                    parts = [torch.split(row, lengths) for row in of_unit]
+                    parts = [torch.split(row, list(lengths)) for row in of_unit]
                     out[unit] = _some(zip(kinds, zip(*parts, strict=True), strict=True))
         return out
 
