@@ -139,20 +139,17 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     if not lent:
         return ()
     params = trainable(placement.meta_params())
-    # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
-    found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
-    lanes = leafwise_lanes(tx, params)
-    for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        for of_group in plan(rule, handles(own)).values():
-            for leaf in of_group.leaves:
-                nbytes, flops = _measured(rule, leaf, placement)
-                for unit in of_group.owners:
-                    _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
-                    found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
-    leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}
-    for (unit, _), measured in sorted(found.items()):
-        leaves[unit].append(measured)
-    return tuple(of._replace(leaves=tuple(leaves[of.unit])) for of in lent)
+    # unit -> offset -> leaf; of one that several rules update, the larger message and the sum of FLOPs
+    found: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
+    for rules, own in leafwise_lanes(tx, params):
+        for rule in rules:
+            for of_group in plan(rule, handles(own)).values():
+                for leaf in of_group.leaves:
+                    nbytes, flops = _measured(rule, leaf, placement)
+                    for unit in of_group.owners:
+                        _, _, most, before = found[unit].get(leaf.offset, (0, (), 0, 0))
+                        found[unit][leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
+    return tuple(of._replace(leaves=tuple(sorted(found[of.unit].values()))) for of in lent)
 
 
 def _measured(rule: Leafwise, leaf: Leaf, placement: Placement[Any]) -> tuple[int, int]:

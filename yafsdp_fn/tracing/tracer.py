@@ -161,6 +161,7 @@ class Tracer:
         self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
         self.beside = Beside(self.leaves)
         self._since = 0  # bytes beside visits when the last one ended
+        self._peaks: Counter[int] = Counter()  # visit, -1 for before the first -> the most bytes after it
         # values: what goes into visits and comes out of them, by memory
         self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number, and what it stands for in a real step
         self._count = itertools.count()
@@ -260,10 +261,8 @@ class Tracer:
 
     def _end_beside(self) -> None:
         """Ends the operations of the loss since the last visit."""
-        if self.visits:
-            last = self.visits[-1]
-            most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
-            self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
+        last = len(self.visits) - 1
+        self._peaks[last] = max(self._peaks[last], self.beside.peak - self._since)
 
     def _end_between(self) -> None:
         """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
@@ -302,8 +301,8 @@ class Tracer:
         self._end_beside()
         visits = []
         for visit in self.visits:
-            cost = visit.cost._replace(beside_bytes=after[visit.id], unsaved=self._unsaved(visit))
-            visits.append(visit._replace(cost=cost))
+            beside = {"beside_bytes": after[visit.id], "beside_peak_bytes": self._peaks[visit.id]}
+            visits.append(visit._replace(cost=visit.cost._replace(**beside, unsaved=self._unsaved(visit))))
         self.trace = Trace(
             self.placement.units,
             tuple(visits),
