@@ -301,8 +301,10 @@ class Tracer:
         self._end_beside()
         visits = []
         for visit in self.visits:
-            beside = {"beside_bytes": after[visit.id], "beside_peak_bytes": self._peaks[visit.id]}
-            visits.append(visit._replace(cost=visit.cost._replace(**beside, unsaved=self._unsaved(visit))))
+            unsaved = self._unsaved(visit)
+            peak = self._peaks[visit.id]
+            cost = visit.cost._replace(beside_bytes=after[visit.id], beside_peak_bytes=peak, unsaved=unsaved)
+            visits.append(visit._replace(cost=cost))
         self.trace = Trace(
             self.placement.units,
             tuple(visits),
