@@ -31,7 +31,8 @@ def document(timelines: Sequence[Spans]) -> dict[str, Any]:
         several = len(timelines) > 1 and timeline.stage_count > 1
         of = f"{timeline.title}, " * several
         for process, part in enumerate(timeline.by_stage, first):
-            events.append(_about({"pid": process, "tid": 0}, "process_name", name=of + part.title))
+            track = _track(process, next(iter(part.streams), STREAMS[0]))
+            events.append(_about(track, "process_name", name=of + part.title))
             events += _slices(part, process)
         events += _arrows(timeline, first, len(events))
         first += timeline.stage_count
