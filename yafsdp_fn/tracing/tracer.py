@@ -131,7 +131,7 @@ class Tracer:
     """A session that only records, and then what is known of the call.
 
     results: of each visit, without values, before the loss gets copies of its outputs; trace: of the call
-    out: the loss's result; total: its total; made: by which visits each tensor of `out` was made
+    out: the loss's result; total: its total
     rule: attention's; beside: records the operations of the loss between visits
     untracked: visits without grad; read: leaves that the loss depends on beside its visits; reached: the gradient of
         the loss reaches visits
@@ -141,7 +141,6 @@ class Tracer:
     trace: Trace
     out: Any
     total: Tensor
-    made: dict[int, Made]
     reached = True
 
     def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
@@ -285,7 +284,6 @@ class Tracer:
         self._end_between()
         self.out = out
         self.total = total = _total(out)
-        self.made = {id(x): self.beside.made(x) for x in tensors_in(out)}
         # memory that the loss still holds, by the visit after which it was made
         after = Counter[int]()
         for memory, nbytes, mark in self.beside.alive():
