@@ -67,7 +67,7 @@ def crossing_of(arguments: Arguments, memory: StateMemory, programs: Programs) -
         trace = _forward_only(trace)
     assert memory.assignment is not None, "a mesh with stages"
     whole = cut(trace._replace(mesh=memory.mesh_axes), memory.assignment)
-    return Crossing(whole, found.results, found.out, found.total, found.made)
+    return Crossing(whole, found)
 
 
 def _check(found: Tracer) -> None:

@@ -60,13 +60,7 @@ def gpipe(sharding: Schedule | None = None) -> Schedule:
 
 def gpipe_calls(split: Split, microbatches: int) -> Rows:
     """Returns the calls of `gpipe`."""
-    rows: Rows = []
-    for stage in range(split.stages):
-        own = split.of(stage)
-        ms = range(microbatches)
-        rows.append([Call("forward", segment, m) for segment in own for m in ms])
-        rows[-1] += [Call("backward", segment, m) for segment in reversed(own) for m in ms]
-    return rows
+    return [forwards + backwards for forwards, backwards in _passes(split, [range(microbatches)])]
 
 
 @shown
@@ -90,7 +84,8 @@ def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
 def one_f_one_b_calls(split: Split, microbatches: int) -> Rows:
     """Returns the calls of `one_f_one_b`."""
     _expect("one_f_one_b", split, per_stage=1)
-    return [list(_alternating(*_passes(split, s, microbatches), split.stages - 1 - s)) for s in range(split.stages)]
+    passes = _passes(split, [range(microbatches)])
+    return [list(_alternating(*each, split.stages - 1 - stage)) for stage, each in enumerate(passes)]
 
 
 @shown
@@ -119,13 +114,14 @@ def interleaved_calls(split: Split, microbatches: int) -> Rows:
     Microbatches go in groups of about P: all of a group through one segment of a stage, then through its next one.
     Where P does not divide M, groups are as even as can be, and none is smaller than P.
     """
-    stages = split.stages
     per_stage = len(split.homes) // split.stages
     _expect("interleaved", split, per_stage=per_stage)
     if per_stage == 1:
         return one_f_one_b_calls(split, microbatches)
-    ahead = (per_stage - 1) * max(map(len, _groups(microbatches, stages)))
-    return [list(_alternating(*_passes(split, s, microbatches), ahead + 2 * (stages - 1 - s))) for s in range(stages)]
+    groups = _groups(microbatches, split.stages)
+    ahead = (per_stage - 1) * max(map(len, groups))
+    passes = enumerate(_passes(split, groups))
+    return [list(_alternating(*each, ahead + 2 * (split.stages - 1 - stage))) for stage, each in passes]
 
 
 # ---- backwards in halves, which leave no stage idle
@@ -321,11 +317,7 @@ ORDERS: dict[str, Order] = {
 
 def forward_only(split: Split, microbatches: int) -> Rows:
     """Returns the calls of an evaluation: P microbatches go through the first segment, then through the next one."""
-    groups = _groups(microbatches, split.stages)
-    return [
-        [Call("forward", segment, m) for group in groups for segment in split.of(stage) for m in group]
-        for stage in range(split.stages)
-    ]
+    return [forwards for forwards, _ in _passes(split, _groups(microbatches, split.stages))]
 
 
 def _groups(microbatches: int, stages: int) -> list[range]:
@@ -335,12 +327,14 @@ def _groups(microbatches: int, stages: int) -> list[range]:
     return [range(first, end) for first, end in itertools.pairwise(ends)]
 
 
-def _passes(split: Split, stage: int, microbatches: int) -> tuple[list[Call], list[Call]]:
-    """Returns the forwards of a stage in their order, and its backwards in theirs."""
-    own = split.of(stage)
-    groups = _groups(microbatches, split.stages)
-    forwards = [Call("forward", segment, m) for group in groups for segment in own for m in group]
-    return forwards, [Call("backward", segment, m) for group in groups for segment in reversed(own) for m in group]
+def _passes(split: Split, groups: Sequence[range]) -> Iterator[tuple[list[Call], list[Call]]]:
+    """Yields the forwards of each stage in their order, and its backwards in theirs: a group of microbatches through
+    one segment of the stage, then through its next one."""
+    for stage in range(split.stages):
+        own = split.of(stage)
+        forwards = [Call("forward", segment, m) for group in groups for segment in own for m in group]
+        backwards = [Call("backward", segment, m) for group in groups for segment in reversed(own) for m in group]
+        yield forwards, backwards
 
 
 LETTERS: dict[str, Kind] = {"F": "forward", "I": "inputs", "W": "weights"}

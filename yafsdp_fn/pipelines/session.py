@@ -19,7 +19,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.params.tree import Tree, tensors_in
-from yafsdp_fn.pipelines.stage_io import Crossing, MessageBuffers, Place, neutral
+from yafsdp_fn.pipelines.stage_io import Crossing, MessageBuffers, PieceKey, neutral
 from yafsdp_fn.program.ops import Backward, Forward
 from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Visit
@@ -107,8 +107,8 @@ class Passed(NamedTuple):
     back; own: further roots: the last token, and the loss if it is made here
     """
 
-    arrived: dict[Place, Tensor]
-    left: dict[Place, GradientEdge]
+    arrived: dict[PieceKey, Tensor]
+    left: dict[PieceKey, GradientEdge]
     own: list[BackwardRoot]
 
 
@@ -150,7 +150,7 @@ class StageSession(Session):
         arrived = self._arrive(call)
         where = f"microbatch {call.microbatch}, step {self.number}"
         # values are leaves of this segment's graph, whose gradients go back
-        taken = {place: x for place, x in arrived.items() if self.crossing.has_gradient(place)}
+        taken = {key: x for key, x in arrived.items() if self.crossing.has_gradient(key)}
         for tensor in taken.values():
             tensor.requires_grad_(self.differentiates)
         self.segment = Segment(self.crossing, call, arrived, where)
@@ -165,17 +165,17 @@ class StageSession(Session):
         if self.watch and self.check_origin([mean.total, *self.segment.given]):
             raise RuntimeError(errors.READ_BESIDE_VISITS)
         # what it has made, and what leaves for other segments
-        left: dict[Place, Tensor] = self.segment.leaving(len(self.visits), self.position)
+        left: dict[PieceKey, Tensor] = self.segment.leaving(len(self.visits), self.position)
         # what left it hangs on a graph whose visits hold this session: a cycle that no collector sees
         self.segment = None
         has_loss = results.store(call, mean, aux)
-        self._leave(call, {place: x.detach() for place, x in left.items()})
+        self._leave(call, {key: x.detach() for key, x in left.items()})
         if not self.differentiates:
             return
         # edges, not tensors: what has left needs no memory here
         own = [self.loss_root(mean)] if has_loss else []
         own.append(self.token_root())
-        roots = {place: get_gradient_edge(x) for place, x in left.items() if self.crossing.has_gradient(place)}
+        roots = {key: get_gradient_edge(x) for key, x in left.items() if self.crossing.has_gradient(key)}
         forwards[call.segment, call.microbatch] = Passed(taken, roots, own)
 
     def _backward(self, loss: StepLoss, call: Call, forwards: Forwards) -> None:
@@ -183,7 +183,7 @@ class StageSession(Session):
         back."""
         before = forwards.pop((call.segment, call.microbatch))
         back = self._arrive(call)
-        roots = [*before.own, *((edge, back[place]) for place, edge in before.left.items())]
+        roots = [*before.own, *((edge, back[key]) for key, edge in before.left.items())]
         found = self.gradients(loss, call.microbatch, roots, list(before.arrived.values()))
         self._leave(call, dict(zip(before.arrived, found, strict=True)))
 
@@ -201,7 +201,7 @@ class StageSession(Session):
 
     # ---- what arrives for a call, and what leaves after it
 
-    def _arrive(self, call: Call) -> dict[Place, Tensor]:
+    def _arrive(self, call: Call) -> dict[PieceKey, Tensor]:
         """Begins a call. Returns what arrives for it, from its carry slots."""
         self.begin(call)
         self._named = f"{call.kind} of segment {call.segment} (microbatch {call.microbatch}, step {self.number})"
@@ -214,7 +214,7 @@ class StageSession(Session):
             pairs = list(zip(messages, op.takes, strict=True))
             return self.slots.activations.get(pairs) if pairs else {}
 
-    def _leave(self, call: Call, leaving: Mapping[Place, Tensor | None]) -> None:
+    def _leave(self, call: Call, leaving: Mapping[PieceKey, Tensor | None]) -> None:
         """Ends a call. What leaves after it goes into its carry slots, and the program goes on."""
         self.end()
         # what leaves is of its last compute
@@ -264,11 +264,11 @@ class Segment:
     arrived: what the segment takes; where: names the call, for errors
     """
 
-    def __init__(self, crossing: Crossing, call: Call, arrived: Mapping[Place, Tensor], where: str) -> None:
+    def __init__(self, crossing: Crossing, call: Call, arrived: Mapping[PieceKey, Tensor], where: str) -> None:
         self._crossing, self._split, self._call, self._arrived = crossing, crossing.split, call, arrived
         self._where = where
         self.given: list[Tensor] = []  # what all visits take, in a step that looks
-        self._left: dict[Place, tuple[Tensor, int]] = {}  # with its version
+        self._left: dict[PieceKey, tuple[Tensor, int]] = {}  # with its version
 
     def enter(self, call: Any, number: int) -> bool:
         """Begins visit `number`, of the `BlockCall` `call`, and returns whether another segment has it. Where this one
@@ -286,13 +286,13 @@ class Segment:
             raise errors.arguments_differ_from_trace(f"{call.name} (visit {number})", call.given, given)
         # what comes from another segment, and what goes to one
         for at, tensor in enumerate(call.tensors):
-            place = self._crossing.place_of.get((number, at))
-            if place is None:
+            key = self._crossing.key_of.get((number, at))
+            if key is None:
                 continue
             if here:
-                call.tensors[at] = self._arrived[place]
-            elif self._split.flows[place[0]].source == self._call.segment:
-                self._left.setdefault(place, (tensor, tensor._version))
+                call.tensors[at] = self._arrived[key]
+            elif self._split.flows[key[0]].source == self._call.segment:
+                self._left.setdefault(key, (tensor, tensor._version))
         return not here
 
     def placeholders(self, call: Any, number: int) -> Tree:
@@ -313,7 +313,7 @@ class Segment:
             raise errors.number_differs_from_trace(f"{call.name} (visit {number})")
         return out
 
-    def leaving(self, visited: int, position: str) -> dict[Place, Tensor]:
+    def leaving(self, visited: int, position: str) -> dict[PieceKey, Tensor]:
         """Returns the values that the loss has given to visits that are elsewhere, once it has returned after so many
         visits. position: for errors"""
         expected = self._crossing.trace.visits
@@ -328,7 +328,7 @@ class Segment:
                     f"{position}: a tensor of shape {tuple(tensor.shape)} that goes to segment "
                     f"{self._split.flows[flow].target} was written in place after a visit there took it; work on a copy"
                 )
-        return {place: tensor for place, (tensor, _) in self._left.items()}
+        return {key: tensor for key, (tensor, _) in self._left.items()}
 
 
 def _numbers(outputs: Sequence[Any]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import optree
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from yafsdp_fn.communication.streams import Work
+from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.pipelines.cut import crossing
 from yafsdp_fn.program.ops import Receive, Send
 from yafsdp_fn.program.program import Program
@@ -21,7 +22,7 @@ from yafsdp_fn.runtime.arguments import INDEPENDENT
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.protocols import Works
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction, of_tensors
-from yafsdp_fn.tracing.tracer import TracedResult
+from yafsdp_fn.tracing.tracer import TracedResult, Tracer
 from yafsdp_fn.util.mesh_axes import round_up
 from yafsdp_fn.util.randomness import in_step
 
@@ -34,8 +35,8 @@ from yafsdp_fn.util.randomness import in_step
 # between visits runs on them as on others. What it makes of them is elsewhere, too.
 
 
-Place = tuple[int, int]
-"""Of a tensor that travels: its flow, and its number there."""
+PieceKey = tuple[int, int]
+"""A tensor that travels: its flow, and its number there."""
 
 
 class MessagePiece(NamedTuple):
@@ -105,62 +106,55 @@ class Placeholder:
 class Crossing:
     """The values of a step that cross between stages, and stand-ins for those of visits elsewhere.
 
-    trace: the whole step, cut; results: of its visits; out, total: what the loss returns, and its total; made: by which
-        visits each tensor of `out` was made, by its id
-    place_of: `(visit, number of its argument)` -> its place in what travels
+    trace: the whole step, cut; found: as it was traced
+    key_of: `(visit, number of its argument)` -> its key, where it travels
 
     placeholders: by visit; aux: for each node of what the loss returns beside the total, the segment that makes it,
     None where every stage does, and the node without values; loss: the segment that makes the total
     """
 
-    def __init__(
-        self,
-        trace: Trace,
-        results: Sequence[TracedResult],
-        out: Any,
-        total: Tensor,
-        made: Mapping[int, Collection[int]],
-    ) -> None:
+    def __init__(self, trace: Trace, found: Tracer) -> None:
         assert trace.split is not None
         self.trace, self.split = trace, trace.split
         # what stands for visits that are elsewhere
         mode = PlaceholderMode(allow_non_fake_inputs=True)
-        self.placeholders = [Placeholder(result, mode) for result in results]
+        self.placeholders = [Placeholder(result, mode) for result in found.results]
         # what travels: the tensors of a flow lie one after the other in its message
-        self.place_of: dict[tuple[int, int], Place] = {}
-        self._pieces: list[dict[Place, MessagePiece]] = []
+        self.key_of: dict[tuple[int, int], PieceKey] = {}
+        self._pieces: list[dict[PieceKey, MessagePiece]] = []
         for flow, tensors in enumerate(crossing(trace)):
-            start, pieces = 0, dict[Place, MessagePiece]()
+            start, pieces = 0, dict[PieceKey, MessagePiece]()
             for number, takers in enumerate(tensors):
-                place = flow, number
-                self.place_of |= {(visit, argument.place): place for visit, argument in takers}
+                key = flow, number
+                self.key_of |= {(visit, argument.place): key for visit, argument in takers}
                 a = takers[0][1]
-                pieces[place] = MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes))
+                pieces[key] = MessagePiece(start, a.nbytes, a.shape, getattr(torch, a.dtype), bool(a.grad_bytes))
                 start += round_up(a.nbytes, LINE)
             self._pieces.append(pieces)
         # who makes the results
         if not trace.loss_of:
             raise ValueError(INDEPENDENT)
         self.loss = self.split.segment(trace.loss_of[0])
-        self.total = total
-        mean, nodes = _mean_and_nodes(out)
-        self._home(mean, made, "the loss")
-        self.aux = [self._home(node, made, "aux") for node in nodes]
+        self.total = found.total
+        mean, nodes = _mean_and_nodes(found.out)
+        self._home(mean, found, "the loss")
+        self.aux = [self._home(node, found, "aux") for node in nodes]
 
-    def pieces(self, message: Message) -> dict[Place, MessagePiece]:
+    def pieces(self, message: Message) -> dict[PieceKey, MessagePiece]:
         """The tensors of a message; of one that comes back, those that have a gradient, where the values were."""
         pieces = self._pieces[message.flow]
-        return {place: piece for place, piece in pieces.items() if piece.grad or not message.back}
+        return {key: piece for key, piece in pieces.items() if piece.grad or not message.back}
 
-    def has_gradient(self, place: Place) -> bool:
-        return self._pieces[place[0]][place].grad
+    def has_gradient(self, key: PieceKey) -> bool:
+        """Tells whether a gradient of a tensor comes back."""
+        return self._pieces[key[0]][key].grad
 
     def nbytes(self, message: Message) -> int:
         """Bytes of a message, one way or the other."""
         return sum(round_up(piece.nbytes, LINE) for piece in self._pieces[message.flow].values())
 
-    def _home(self, node: Any, made: Mapping[int, Collection[int]], what: str) -> tuple[int | None, Any]:
-        visits = {visit for x in optree.tree_leaves(node) for visit in made.get(id(x), ())}
+    def _home(self, node: Any, found: Tracer, what: str) -> tuple[int | None, Any]:
+        visits = {visit for x in tensors_in(node) for visit in found.beside.made(x)}
         segments = sorted({self.split.segment(visit) for visit in visits})
         if len(segments) > 1:
             raise ValueError(
@@ -236,20 +230,20 @@ class MessageBuffers:
                 self._memory.comms.mark_used(self._slots[slot])
         self._reserved = crossing
 
-    def put(self, messages: Iterable[tuple[Message, int]], tensors: Mapping[Place, Tensor | None]) -> None:
+    def put(self, messages: Iterable[tuple[Message, int]], tensors: Mapping[PieceKey, Tensor | None]) -> None:
         """Into the slot of each message its tensors; None: zeros, a gradient that nothing asked for."""
         for message, slot in messages:
-            for place, piece in self.crossing.pieces(message).items():
+            for key, piece in self.crossing.pieces(message).items():
                 view = piece.of(self._slots[slot])
-                value = tensors[place]
+                value = tensors[key]
                 view.zero_() if value is None else view.copy_(value)
 
-    def get(self, messages: Iterable[tuple[Message, int]]) -> dict[Place, Tensor]:
+    def get(self, messages: Iterable[tuple[Message, int]]) -> dict[PieceKey, Tensor]:
         """Copies of the tensors in the slot of each message."""
-        found: dict[Place, Tensor] = {}
+        found: dict[PieceKey, Tensor] = {}
         for message, slot in messages:
-            for place, piece in self.crossing.pieces(message).items():
-                found[place] = piece.of(self._slots[slot]).clone()
+            for key, piece in self.crossing.pieces(message).items():
+                found[key] = piece.of(self._slots[slot]).clone()
         return found
 
     def works(self) -> Works:

@@ -69,7 +69,7 @@ def play(todo: Sequence[Happening], rate: Rate = lambda *_: 1.0) -> list[EventTi
 # ---- The loop.
 
 BEGUN = -1
-"""In place of the number of events that one waits for: it begins once, though both ends of a transfer find it ready."""
+"""Stands for the number of events that one waits for once it has begun: both ends of a transfer may find it ready."""
 
 
 class _Running:

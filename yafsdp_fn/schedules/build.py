@@ -252,10 +252,10 @@ class _Builder:
         if self.trace.trained:
             self.ops.append(Norm(self.trace.trained))
         visited = [unit for visit in self.trace.visits for unit in visit.units]
-        parts: dict[int, int] = {}
+        counts: dict[int, int] = {}  # unit -> parts of its update
         for unit in (*visited, *range(len(self.trace.units))):
-            parts[unit] = self.trace.parts(unit) if self.trace.units[unit].trainable else 0
-        for ops, done in update_turns(parts):
+            counts[unit] = self.trace.parts(unit) if self.trace.units[unit].trainable else 0
+        for ops, done in update_turns(counts):
             self.ops += ops
             for unit in done:
                 if unit in self.ahead:

@@ -6,17 +6,15 @@ collectives in its block; an arrow from the op whose end let another begin on an
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from yafsdp_fn.program.ops import AllReduce, Fetch, Gather, MessageOp, Offload, Receive, Reduce, Send, Stash
+from yafsdp_fn.program.ops import STREAMS, AllReduce, Fetch, Gather, MessageOp, Offload, Receive, Reduce, Send, Stash
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.timeline.spans import Inside, Span, Spans, kind
 
 Event = dict[str, Any]
-Tracks = Mapping[tuple[int, str], Event]
-"""Stage and stream -> its process and its track."""
 STEP = 0.125  # of times, in microseconds
 
 
@@ -28,35 +26,36 @@ def save(timelines: Sequence[Spans], path: str | Path) -> None:
 def document(timelines: Sequence[Spans]) -> dict[str, Any]:
     """Returns the document that is written: an object with a list of trace events."""
     events: list[Event] = []
-    processes = itertools.count()
+    first = 0  # process: of the first stage of a timeline
     for timeline in timelines:
         several = len(timelines) > 1 and timeline.stage_count > 1
         of = f"{timeline.title}, " * several
-        tracks: dict[tuple[int, str], Event] = {}
-        for stage, part in enumerate(timeline.by_stage):
-            process = next(processes)
-            tracks |= {(stage, name): {"pid": process, "tid": track} for track, name in enumerate(part.streams)}
-            events.append(_about({"pid": process, "tid": 0}, "process_name", name=of + part.title))
-            events += _slices(part, stage, tracks)
-        events += _arrows(timeline, tracks, len(events))
+        for process, part in enumerate(timeline.by_stage, first):
+            track = _track(process, next(iter(part.streams), STREAMS[0]))
+            events.append(_about(track, "process_name", name=of + part.title))
+            events += _slices(part, process)
+        events += _arrows(timeline, first, len(events))
+        first += timeline.stage_count
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _slices(part: Spans, stage: int, tracks: Tracks) -> Iterator[Event]:
+def _slices(part: Spans, process: int) -> Iterator[Event]:
     """Yields what a stage does: its tracks, and a slice for each op, and for each collective in its block."""
-    for number, stream in enumerate(part.streams):
-        yield _about(tracks[stage, stream], "thread_name", name=stream)
-        yield _about(tracks[stage, stream], "thread_sort_index", sort_index=number)
+    for stream in part.streams:
+        track = _track(process, stream)
+        yield _about(track, "thread_name", name=stream)
+        yield _about(track, "thread_sort_index", sort_index=track["tid"])
     for span in part.spans:
-        slice_of = {"ph": "X", **tracks[stage, span.stream]}
+        slice_of = {"ph": "X", **_track(process, span.stream)}
         about = {"name": part.describe(span), "cat": kind(span), "args": _details(part, span)}
         yield {**slice_of, **_times(span), **about}
         for each in span.inside:
             yield {**slice_of, **_times(each), "name": each.name or "collectives of a block", "cat": "inside"}
 
 
-def _arrows(timeline: Spans, tracks: Tracks, first: int) -> Iterator[Event]:
-    """Yields arrows from ops to those on other streams, or stages, that they let begin. first: the id of the first"""
+def _arrows(timeline: Spans, process: int, first: int) -> Iterator[Event]:
+    """Yields arrows from ops to those on other streams, or stages, that they let begin. process: of the first stage;
+    first: the id of the first arrow"""
     # ids are numbers, and of one document: Perfetto reads text as hexadecimal, and looks at no process
     ids = itertools.count(first)
     for span in timeline.spans:
@@ -66,8 +65,13 @@ def _arrows(timeline: Spans, tracks: Tracks, first: int) -> Iterator[Event]:
         # an arrow leaves from a slice, whose end is no longer in it
         leaves = max(_microseconds(cause.start), _microseconds(cause.end) - STEP)
         about = {"name": "lets begin", "cat": "cause", "id": next(ids)}
-        yield {"ph": "s", **tracks[cause.stage, cause.stream], "ts": leaves, **about}
-        yield {"ph": "f", "bp": "e", **tracks[span.stage, span.stream], "ts": _microseconds(span.start), **about}
+        yield {"ph": "s", **_track(process + cause.stage, cause.stream), "ts": leaves, **about}
+        begins = _microseconds(span.start)
+        yield {"ph": "f", "bp": "e", **_track(process + span.stage, span.stream), "ts": begins, **about}
+
+
+def _track(process: int, stream: str) -> Event:
+    return {"pid": process, "tid": STREAMS.index(stream)}
 
 
 def _microseconds(seconds: float) -> float:

@@ -140,20 +140,17 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
     if not lent:
         return ()
     params = trainable(placement.meta_params())
-    # by unit and offset; of a leaf that several rules update, the larger message and the sum of FLOPs
-    found: dict[tuple[int, int], tuple[int, tuple[int, ...], int, int]] = {}
-    lanes = leafwise_lanes(tx, params)
-    for rule, own in [(rule, own) for rules, own in lanes for rule in rules]:
-        costs = cache(partial(_measured, rule, placement))
-        for unit, of_unit in plan(rule, handles(own)).items():
-            for leaf in of_unit.leaves:
-                nbytes, flops = costs(leaf)
-                _, _, most, before = found.get((unit, leaf.offset), (0, (), 0, 0))
-                found[unit, leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
-    leaves: dict[int, list[Any]] = {of.unit: [] for of in lent}
-    for (unit, _), measured in sorted(found.items()):
-        leaves[unit].append(measured)
-    return tuple(of._replace(leaves=tuple(leaves[of.unit])) for of in lent)
+    # unit -> offset -> leaf; of one that several rules update, the larger message and the sum of FLOPs
+    found: dict[int, dict[int, tuple[int, tuple[int, ...], int, int]]] = {of.unit: {} for of in lent}
+    for rules, own in leafwise_lanes(tx, params):
+        for rule in rules:
+            costs = cache(partial(_measured, rule, placement))
+            for unit, of_unit in plan(rule, handles(own)).items():
+                for leaf in of_unit.leaves:
+                    nbytes, flops = costs(leaf)
+                    _, _, most, before = found[unit].get(leaf.offset, (0, (), 0, 0))
+                    found[unit][leaf.offset] = leaf.offset, leaf.shape, max(most, nbytes), before + flops
+    return tuple(of._replace(leaves=tuple(sorted(found[of.unit].values()))) for of in lent)
 
 
 def _measured(rule: Leafwise, placement: Placement[Any], leaf: Leaf) -> tuple[int, int]:

@@ -131,7 +131,7 @@ class Tracer:
     """A session that only records, and then what is known of the call.
 
     results: of each visit, without values, before the loss gets copies of its outputs; trace: of the call
-    out: the loss's result; total: its total; made: by which visits each tensor of `out` was made
+    out: the loss's result; total: its total
     rule: attention's; beside: records the operations of the loss between visits
     untracked: visits without grad; read: leaves that the loss depends on beside its visits; reached: the gradient of
         the loss reaches visits
@@ -141,7 +141,6 @@ class Tracer:
     trace: Trace
     out: Any
     total: Tensor
-    made: dict[int, Made]
     reached = True
 
     def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
@@ -161,6 +160,7 @@ class Tracer:
         self.leaves = [x.requires_grad_(g.trainable) for g, x in zip(self.placement.groups, shards, strict=True)]
         self.beside = Beside(self.leaves)
         self._since = 0  # bytes beside visits when the last one ended
+        self._peaks: Counter[int] = Counter()  # visit, -1 for before the first -> the most bytes after it
         # values: what goes into visits and comes out of them, by memory
         self._values: dict[int, tuple[int, Tensor]] = {}  # memory: its number, and what it stands for in a real step
         self._count = itertools.count()
@@ -260,10 +260,8 @@ class Tracer:
 
     def _end_beside(self) -> None:
         """Ends the operations of the loss since the last visit."""
-        if self.visits:
-            last = self.visits[-1]
-            most = max(last.cost.beside_peak_bytes, self.beside.peak - self._since)
-            self.visits[-1] = last._replace(cost=last.cost._replace(beside_peak_bytes=most))
+        last = len(self.visits) - 1
+        self._peaks[last] = max(self._peaks[last], self.beside.peak - self._since)
 
     def _end_between(self) -> None:
         """Ends the collectives of the loss since the last visit. Those of its backward are taken to be all that may
@@ -286,7 +284,6 @@ class Tracer:
         self._end_between()
         self.out = out
         self.total = total = _total(out)
-        self.made = {id(x): self.beside.made(x) for x in tensors_in(out)}
         # memory that the loss still holds, by the visit after which it was made
         after = Counter[int]()
         for memory, nbytes, mark in self.beside.alive():
@@ -302,7 +299,9 @@ class Tracer:
         self._end_beside()
         visits = []
         for visit in self.visits:
-            cost = visit.cost._replace(beside_bytes=after[visit.id], unsaved=self._unsaved(visit))
+            unsaved = self._unsaved(visit)
+            peak = self._peaks[visit.id]
+            cost = visit.cost._replace(beside_bytes=after[visit.id], beside_peak_bytes=peak, unsaved=unsaved)
             visits.append(visit._replace(cost=cost))
         self.trace = Trace(
             self.placement.units,
