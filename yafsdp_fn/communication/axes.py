@@ -128,6 +128,7 @@ class _Along(Collective):
     """The collective `what` over the axis `name`. Nothing is computed on fake tensors, or, with `comms` None, on plain
     ones."""
 
+    comms: Any
     name: str
     what: str
     sent: Sizes = ()

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.communication.formats import Encoded, as_sent, straight
+from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.util.torch_private import asked_by_jacfwd, forward_derivatives, recorded, transforms_active
 
 NO_BASIS = (
@@ -58,7 +59,7 @@ class Collective:
     """
 
     of_shards = False
-    comms: Any
+    comms: Ranks
     _: dataclasses.KW_ONLY
     step: bool = False
 
@@ -79,7 +80,7 @@ class Collective:
             raise RuntimeError(NO_BASIS)
         if self.comms.world > 1 and recorded():
             raise RuntimeError(NO_RECORD)
-        passes_formats = {name: straight(value) for name, value in vars(self).items()}
+        passes_formats: dict[str, Any] = {name: straight(value) for name, value in vars(self).items()}
         return dataclasses.replace(self, **passes_formats)(tangent)
 
 
@@ -129,8 +130,7 @@ class AllGather(Collective):
     accumulate: torch.dtype | None = None
 
     def run(self, values: Tensor) -> Tensor:
-        gathered: Tensor = self.comms.all_gather(as_sent(values, self.wire).contiguous())
-        return gathered
+        return self.comms.all_gather(as_sent(values, self.wire).contiguous())
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
         how = self.back, dtype, self.accumulate, not literal
@@ -153,8 +153,7 @@ class ReduceScatter(Collective):
 
     def run(self, values: Tensor) -> Tensor:
         sent = as_sent(values, self.wire).contiguous()
-        reduced: Tensor = self.comms.reduce_scatter(sent, self.out, self.accumulate, replicas=self.replicas)
-        return reduced
+        return self.comms.reduce_scatter(sent, self.out, self.accumulate, replicas=self.replicas)
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
         if not literal:
@@ -168,8 +167,7 @@ class SumOfRanks(Collective):
     """Sums each rank's value over all ranks, for every rank."""
 
     def run(self, values: Tensor) -> Tensor:
-        summed: Tensor = self.comms.all_reduce_sum(values.clone(memory_format=torch.contiguous_format))
-        return summed
+        return self.comms.all_reduce_sum(values.clone(memory_format=torch.contiguous_format))
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
         return self(grad)
@@ -190,8 +188,7 @@ class SumOfShards(Collective):
     of_shards = True
 
     def run(self, values: Tensor) -> Tensor:
-        summed: Tensor = self.comms.sum_over_shards(values.clone(memory_format=torch.contiguous_format))
-        return summed
+        return self.comms.sum_over_shards(values.clone(memory_format=torch.contiguous_format))
 
     def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
         summed = SumToShards(self.comms, step=self.step)(grad)

@@ -192,7 +192,7 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
     if group.wire.gather is not None:
         wire = Encoded(group.wire.gather, shard.dtype, wire)
     if group.wire.reduce is not None:
-        back = Encoded(group.wire.reduce, back, wide)
+        back = Encoded(group.wire.reduce, back, owner.precision.decoded_dtype)
     return AllGather(owner.comms.without(group.over), wire, back, wide, step=step)(shard)
 
 
