@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 
 from tests.harness.pool import on_ranks
@@ -17,8 +15,8 @@ def test_collectives_are_batched_along_any_dim_and_leave_their_inputs(mesh):
     f64 = torch.float64
     shards = [torch.arange(3, dtype=f64) + 10 * rank for rank in range(2)]
     mine = shards[comms.rank].clone()
-    sums = [(partial(kind.apply, comms), sum(shards)) for kind in (SumOfShards, SumToShards, SumOfRanks)]
-    gather = (lambda x: AllGather.apply(comms, x, f64, f64)), torch.cat(shards)
+    sums = [(kind(comms), sum(shards)) for kind in (SumOfShards, SumToShards, SumOfRanks)]
+    gather = AllGather(comms, f64, f64), torch.cat(shards)
     for collective, want in [*sums, gather]:
         assert torch.equal(collective(mine), want) and torch.equal(mine, shards[comms.rank])
         assert torch.equal(torch.vmap(collective, in_dims=1)(torch.stack([mine, -mine], 1)), torch.stack([want, -want]))

@@ -137,9 +137,9 @@ def test_spans_last_as_long_as_the_work(mesh: Mesh) -> None:
 
     gather_into = flat.gather_into
 
-    def late(*args: Any) -> None:
+    def late(*args: Any, **how: Any) -> None:
         time.sleep(0.004)
-        gather_into(*args)
+        gather_into(*args, **how)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(flat, "gather_into", late)

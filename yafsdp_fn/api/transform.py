@@ -61,7 +61,7 @@ def functional_loss(fun: Callable[..., Any]) -> Callable[..., Tensor]:
         if comms is not None and comms.deterministic:
             raise RuntimeError(NOT_HERE)
         if comms is not None and not comms.alone:
-            both = SumOfRanks.apply(comms, both, in_step())  # type: ignore[no-untyped-call]
+            both = SumOfRanks(comms, step=in_step())(both)
         return (both[0] / both[1]).to(total.dtype)
 
     return mean

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.streams import CommunicationError
@@ -35,6 +36,11 @@ def first_difference(parts: Mapping[str, str], group: RankGroup, first: int = 0)
 def same_on_all(text: str, group: RankGroup) -> bool:
     """Returns whether all ranks of `group`, a gloo group, pass the same text."""
     mine = torch.tensor([zlib.crc32(text.encode())], dtype=torch.int64, device="cpu")
-    every = mine.new_empty(group.process_group.size())
-    group.all_gathers([every], [mine])
-    return bool((every == mine).all())
+    return bool((numbers_of_all(mine, group) == mine).all())
+
+
+def numbers_of_all(mine: Tensor, group: RankGroup) -> Tensor:
+    """Gathers [n] of each rank of `group`, a gloo group, into [ranks, n]."""
+    every = mine.new_empty(group.process_group.size(), mine.numel())
+    group.all_gathers([every.view(-1)], [mine])
+    return every

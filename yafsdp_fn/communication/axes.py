@@ -21,6 +21,7 @@ again. Autograd takes the nodes of a visit in the reverse order of their making,
 calls them between two graphs.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -119,67 +120,67 @@ ADJOINTS = {"all_gather": "psum_scatter", "psum_scatter": "all_gather"}
 """Adjoints of other names; that of an exchange has `sent` and `received` the other way round."""
 
 
-def _collective(ranks: Any, x: Tensor, name: str, what: str, sent: Sizes = (), received: Sizes = ()) -> Tensor:
-    """Runs the collective `what` over the axis `name`, unless nothing is computed: on fake tensors, or, with `ranks`
-    None, on plain ones."""
-    if what in REDUCTIONS:
-        out = x.clone(memory_format=torch.contiguous_format)
-    elif sent:
-        out = x.new_empty(sum(received), *x.shape[1:])
-    else:
-        size = ranks.axes[name].size
-        out = x.new_empty(x.shape[0] * size if what == "all_gather" else x.shape[0] // size, *x.shape[1:])
-    runs = isinstance(ranks, Communicators)
-    if ranks is None or (runs and isinstance(out, FakeTensor)):
-        return out  # what another stage has
-    mine = x if what in REDUCTIONS else x.contiguous()  # here: a trace counts the copy, too
-    rows: Rows = (sent, received) if sent and what != "all_to_all" else ()
-    if runs:
-        ranks.check()
-    ended = None
-    if ranks.called is not None:
-        part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
-        ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x, rows)
-    if runs:
-        parts = "" if not rows else f", rows to each rank {rows[0]}, from each {rows[1]}"
-        with ranks.blocking(f"{what} over {name}{parts}"), torch.no_grad():
-            group = ranks.along[name]
-            if what in REDUCTIONS:
-                group.all_reduce(out, REDUCTIONS[what])
-            elif rows:
-                group.exchange(_flat_rows(out, received), _flat_rows(mine, sent))
-            else:
-                RUNS[what](group, out.view(-1), mine.view(-1))
-    if ended is not None:
-        ended()
-    return out
+NO_DERIVATIVE = "pmax has no derivative, as in JAX: give it x.detach(), for a softmax, say, whose value it leaves alone"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Along(Collective):
+    """The collective `what` over the axis `name`. Nothing is computed on fake tensors, or, with `comms` None, on plain
+    ones."""
+
+    comms: Any
+    name: str
+    what: str
+    sent: Sizes = ()
+    received: Sizes = ()
+
+    def run(self, values: Tensor) -> Tensor:
+        ranks, x, name, what = self.comms, values, self.name, self.what
+        if what in REDUCTIONS:
+            out = x.clone(memory_format=torch.contiguous_format)
+        elif self.sent:
+            out = x.new_empty(sum(self.received), *x.shape[1:])
+        else:
+            size = ranks.axes[name].size
+            out = x.new_empty(x.shape[0] * size if what == "all_gather" else x.shape[0] // size, *x.shape[1:])
+        runs = isinstance(ranks, Communicators)
+        if ranks is None or (runs and isinstance(out, FakeTensor)):
+            return out  # what another stage has
+        mine = x if what in REDUCTIONS else x.contiguous()  # here: a trace counts the copy, too
+        rows: Rows = (self.sent, self.received) if self.sent and what != "all_to_all" else ()
+        if runs:
+            ranks.check()
+        ended = None
+        if ranks.called is not None:
+            part = math.prod(x.shape[1:]) * x.itemsize  # of a ppermute, whether or not this rank sends
+            ended = ranks.called(AxisCollective(name, what, max(x.nbytes, out.nbytes, part)), x, rows)
+        if runs:
+            parts = "" if not rows else f", rows to each rank {rows[0]}, from each {rows[1]}"
+            with ranks.blocking(f"{what} over {name}{parts}"), torch.no_grad():
+                group = ranks.along[name]
+                if what in REDUCTIONS:
+                    group.all_reduce(out, REDUCTIONS[what])
+                elif rows:
+                    group.exchange(_flat_rows(out, self.received), _flat_rows(mine, self.sent))
+                else:
+                    RUNS[what](group, out.view(-1), mine.view(-1))
+        if ended is not None:
+            ended()
+        return out
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        if self.what == "pmax":
+            raise NotImplementedError(NO_DERIVATIVE)
+        return _Along(self.comms, self.name, ADJOINTS.get(self.what, self.what), self.received, self.sent)(grad)
+
+    def derivative(self, tangent: Tensor) -> Tensor:
+        if self.what == "pmax":  # on plain tensors, too
+            raise NotImplementedError(NO_DERIVATIVE)
+        return super().derivative(tangent)
 
 
 def _flat_rows(values: Tensor, sizes: Sizes) -> list[Tensor]:
     return [part.flatten() for part in torch.split(values, list(sizes))]
-
-
-NO_DERIVATIVE = "pmax has no derivative, as in JAX: give it x.detach(), for a softmax, say, whose value it leaves alone"
-
-
-class _Along(Collective):
-    """A collective with its adjoint, if it has one."""
-
-    forward = staticmethod(_collective)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        name, what, *sizes = ctx.how
-        if what == "pmax":
-            raise NotImplementedError(NO_DERIVATIVE)
-        back = _Along.apply(ctx.comms, grad, name, ADJOINTS.get(what, what), *sizes[::-1])  # type: ignore[no-untyped-call]
-        return None, back, *[None] * len(ctx.how)
-
-    @classmethod
-    def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        if ctx.how[1] == "pmax":  # on plain tensors, too
-            raise NotImplementedError(NO_DERIVATIVE)
-        return super().jvp(ctx, _, tangent, *rest)
 
 
 # ---- The functions of `jax.lax`.
@@ -203,7 +204,7 @@ def psum(x: Any, axis_name: str) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf * axis.size
         leaf = _counted(leaf)
-        return leaf if axis.size == 1 else _Along.apply(ranks, leaf, axis_name, "psum")  # type: ignore[no-untyped-call]
+        return leaf if axis.size == 1 else _Along(ranks, axis_name, "psum")(leaf)
 
     return optree.tree_map(one, x)
 
@@ -219,8 +220,7 @@ def pmax(x: Any, axis_name: str) -> Any:
     tensor([1., 2.])
     """
     ranks, axis = _axis(axis_name)
-    apply: Any = _Along.apply
-    return optree.tree_map(lambda leaf: apply(ranks if axis.size > 1 else None, leaf, axis_name, "pmax"), x)
+    return optree.tree_map(_Along(ranks if axis.size > 1 else None, axis_name, "pmax"), x)
 
 
 @outside_graphs
@@ -242,8 +242,7 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
         leaf = leaf if tiled else leaf.unsqueeze(at)
         if of.size == 1:
             return leaf
-        found: Tensor = _Along.apply(ranks, leaf.movedim(at, 0), axis_name, "all_gather")  # type: ignore[no-untyped-call]
-        return found.movedim(0, at)
+        return _Along(ranks, axis_name, "all_gather")(leaf.movedim(at, 0)).movedim(0, at)
 
     return optree.tree_map(one, x)
 
@@ -265,8 +264,7 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
         _must_fit("psum_scatter", "scatter_dimension", leaf, at, axis_name, of.size, tiled)
         leaf = _counted(leaf)
         if of.size > 1:
-            leaf = _Along.apply(ranks, leaf.movedim(at, 0), axis_name, "psum_scatter")  # type: ignore[no-untyped-call]
-            leaf = leaf.movedim(0, at)
+            leaf = _Along(ranks, axis_name, "psum_scatter")(leaf.movedim(at, 0)).movedim(0, at)
         return leaf if tiled else leaf.squeeze(at)
 
     return optree.tree_map(one, x)
@@ -323,7 +321,7 @@ def all_to_all(
             parted = (*leaf.shape[:at], of.size, leaf.shape[at] // of.size, *leaf.shape[at + 1 :])
             moved = (leaf.reshape(parted) if tiled else leaf).movedim(at, 0)
         if of.size > 1:
-            moved = _Along.apply(ranks, moved, axis_name, what, sent, received)  # type: ignore[no-untyped-call]
+            moved = _Along(ranks, axis_name, what, sent, received)(moved)
         moved = moved.movedim(0, to)
         return moved.flatten(to, to + 1) if tiled and split_sizes is None else moved
 
@@ -355,9 +353,8 @@ def ppermute(x: Any, axis_name: str, perm: Sequence[tuple[int, int]]) -> Any:
     def one(leaf: Tensor) -> Tensor:
         if of.size > 1:
             mine = leaf.unsqueeze(0)[: sum(sent)]  # nothing, where nothing is sent
-            found = _Along.apply(ranks, mine, axis_name, "ppermute", sent, received)  # type: ignore[no-untyped-call]
-            kept: Tensor = found[0] if sum(received) else found.sum(0, dtype=leaf.dtype)  # in the graph, too
-            return kept
+            found = _Along(ranks, axis_name, "ppermute", sent, received)(mine)
+            return found[0] if sum(received) else found.sum(0, dtype=leaf.dtype)  # in the graph, too
         return leaf if perm else torch.zeros_like(leaf)
 
     return optree.tree_map(one, x)

@@ -181,12 +181,10 @@ class Communicators(OrderedGroups):
     def numbers_of_all(self, mine: Tensor, what: str, *, in_stage: bool = False) -> Tensor:
         """Gathers [n] of each rank, on the CPU, into [ranks of the mesh, n]. Host only, as `same_on_all`."""
         mine = mine.cpu()  # torch.set_default_device may have put it elsewhere
-        every = mine.new_empty(self.world // (self.stages if in_stage else 1), mine.numel())
         if self.alone:
-            return every.copy_(mine)
+            return mine.clone()[None]
         with self._comparing_notes(what, in_stage) as group:
-            group.all_gathers([every.view(-1)], [mine])
-        return every
+            return agreement.numbers_of_all(mine, group)
 
     # ---- failures, and the end
 

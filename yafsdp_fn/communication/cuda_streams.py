@@ -72,7 +72,7 @@ class CudaStream:
         self._pending: deque[tuple[CudaEvent, tuple[str]]] = deque()
         self._broken: str | None = None
 
-    def submit(self, work: Work, waits: Sequence[Event], event: CudaEvent, label: str) -> None:
+    def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
         if self._broken is not None:
             raise failure(self._rank, f"{label}: not run, since {self._broken}")
         with torch.cuda.stream(self._stream), torch.no_grad(), torch.profiler.record_function(f"yafsdp::{label}"):

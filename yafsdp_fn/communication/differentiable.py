@@ -17,11 +17,14 @@ tree gives on the whole batch, at any number of ranks. The adjoints:
 
 A step sums over ranks and replicas itself, at its end, and divides by its weight. With `step=True` the backward outside
 transforms is therefore the literal transpose, from each rank's tensors to each rank's, without the sum over replicas.
-Gradients by torch.func inside a step are complete; they pass through the transpose with their own `scale`.
+Gradients by torch.func inside a step are complete; they pass through the transpose with their own factor.
 
 All collectives run in order on the communicators' streams, and are waited for.
+
+    whole = AllGather(comms, wire, back)(shard)      # a collective as a value; autograd asks it for its adjoint
 """
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -43,162 +46,165 @@ NO_RECORD = (
 )
 
 
-class Collective(torch.autograd.Function):
-    """Base of functions of `(comms, tensor, *how)` that are linear in the tensor, and elementwise beyond dim 0.
+# ---- Collectives as values, and the node of autograd that they share.
 
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """Base of functions that are linear in a tensor, and elementwise beyond dim 0: `run`, differentiable when it is
+    called.
+
+    step: its backward outside transforms is that of a step
     of_shards: True if the tensor is part of a shard
     """
 
-    generate_vmap_rule = False
     of_shards = False
+    comms: Ranks
+    _: dataclasses.KW_ONLY
+    step: bool = False
+
+    def __call__(self, values: Tensor) -> Tensor:
+        found: Tensor = _Node.apply(self, values)  # type: ignore[no-untyped-call]
+        return found
+
+    def run(self, values: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        """Returns the adjoint of `grad`. dtype: of the tensor; literal: for a step, not for a transform inside it"""
+        raise NotImplementedError
+
+    def derivative(self, tangent: Tensor) -> Tensor:
+        """Returns the derivative along `tangent`. Raises where that would be of something else."""
+        if self.of_shards and self.comms.world > 1 and asked_by_jacfwd():
+            raise RuntimeError(NO_BASIS)
+        if self.comms.world > 1 and recorded():
+            raise RuntimeError(NO_RECORD)
+        passes_formats: dict[str, Any] = {name: straight(value) for name, value in vars(self).items()}
+        return dataclasses.replace(self, **passes_formats)(tangent)
+
+
+class _Node(torch.autograd.Function):
+    """Applies a collective to a tensor."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(collective: Collective, values: Tensor) -> Tensor:
+        return collective.run(values)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
-        ctx.comms, tensor, *ctx.how = inputs
+        ctx.collective, values = inputs
         ctx.of_ranks = True  # for those who walk through a graph
-        ctx.dtype = tensor.dtype
+        ctx.dtype = values.dtype
         ctx.in_transform = transforms_active()
 
-    @classmethod
-    def jvp(cls, ctx: Any, _: Any, tangent: Tensor, *rest: Any) -> Any:
-        if cls.of_shards and ctx.comms.world > 1 and asked_by_jacfwd():
-            raise RuntimeError(NO_BASIS)
-        if ctx.comms.world > 1 and recorded():
-            raise RuntimeError(NO_RECORD)
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        literal = ctx.collective.step and not ctx.in_transform
+        return None, ctx.collective.gradient(grad, ctx.dtype, literal)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: Tensor) -> Tensor:
         with forward_derivatives():
-            return cls.apply(ctx.comms, tangent, *map(straight, ctx.how))  # type: ignore[no-untyped-call]
+            along: Tensor = ctx.collective.derivative(tangent)
+            return along
 
-    @classmethod
-    def vmap(cls, info: Any, dims: Any, comms: Ranks, values: Tensor, *how: Any) -> Any:
-        return cls.apply(comms, values.movedim(dims[1], -1), *how), -1  # type: ignore[no-untyped-call]
+    @staticmethod
+    def vmap(info: Any, dims: Any, collective: Collective, values: Tensor) -> tuple[Tensor, int]:
+        return collective(values.movedim(dims[1], -1)), -1
 
 
+# ---- The collectives.
+
+
+@dataclasses.dataclass(frozen=True)
 class AllGather(Collective):
-    """Gathers [n, ...] -> [R * n, ...] in dtype `wire`, times `scale`. The gradient is reduced in dtype `back` and
-    summed in `accumulate`. In place of both dtypes may be what travels in a format: derivatives pass by it."""
+    """Gathers [n, ...] -> [R * n, ...] in dtype `wire`. The gradient is reduced in dtype `back` and summed in
+    `accumulate`. In place of both dtypes may be what travels in a format: derivatives pass by it."""
 
     of_shards = True
+    wire: torch.dtype | Encoded
+    back: torch.dtype | Encoded
+    accumulate: torch.dtype | None = None
 
-    @staticmethod
-    def forward(
-        comms: Ranks,
-        shard: Tensor,
-        wire: torch.dtype | Encoded,
-        back: torch.dtype | Encoded,
-        accumulate: torch.dtype | None = None,
-        step: bool = False,
-        scale: float = 1.0,
-    ) -> Tensor:
-        return comms.all_gather(as_sent(_scaled(shard, scale), wire).contiguous())
+    def run(self, values: Tensor) -> Tensor:
+        return self.comms.all_gather(as_sent(values, self.wire).contiguous())
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        _, back, accumulate, step, scale = ctx.how
-        literal = _literal(ctx, step)
-        scale = scale if literal else scale / ctx.comms.world
-        how = back, ctx.dtype, accumulate, step, scale, not literal
-        return None, ReduceScatter.apply(ctx.comms, grad, *how), *[None] * 5  # type: ignore[no-untyped-call]
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        how = self.back, dtype, self.accumulate, not literal
+        reduced = ReduceScatter(self.comms, *how, step=self.step)(grad)
+        return reduced if literal else reduced * (1 / self.comms.world)
 
 
+@dataclasses.dataclass(frozen=True)
 class ReduceScatter(Collective):
-    """Reduces [R * n, ...] -> [n, ...] in dtype `out`: the sum over all ranks of the mesh, sent in `wire`, times
-    `scale`.
+    """Reduces [R * n, ...] -> [n, ...] in dtype `out`: the sum over all ranks of the mesh, sent in `wire`.
 
     accumulate: dtype of the sum, `Precision.sum_dtype_of` the wire; None for the backend's sum in `wire`
     replicas: False for the sum over the shard group alone
     """
 
-    @staticmethod
-    def forward(
-        comms: Ranks,
-        full: Tensor,
-        wire: torch.dtype | Encoded,
-        out: torch.dtype,
-        accumulate: torch.dtype | None = None,
-        step: bool = False,
-        scale: float = 1.0,
-        replicas: bool = True,
-    ) -> Tensor:
-        sent = as_sent(full, wire).contiguous()
-        return _scaled(comms.reduce_scatter(sent, out, accumulate, replicas=replicas), scale)
+    wire: torch.dtype | Encoded
+    out: torch.dtype
+    accumulate: torch.dtype | None
+    replicas: bool
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        wire, _, accumulate, step, scale, replicas = ctx.how
-        literal = _literal(ctx, step)
-        if literal and replicas:
-            grad = ctx.comms.sum_over_replicas(grad)
-        scale = scale if literal else scale * ctx.comms.world
-        full = AllGather.apply(ctx.comms, grad, ctx.dtype, wire, accumulate, step, scale)  # type: ignore[no-untyped-call]
-        return None, full, *[None] * 6
+    def run(self, values: Tensor) -> Tensor:
+        sent = as_sent(values, self.wire).contiguous()
+        return self.comms.reduce_scatter(sent, self.out, self.accumulate, replicas=self.replicas)
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        if not literal:
+            grad = grad * self.comms.world
+        elif self.replicas:
+            grad = self.comms.sum_over_replicas(grad)
+        return AllGather(self.comms, dtype, self.wire, self.accumulate, step=self.step)(grad)
 
 
-class _Sum(Collective):
-    """Sums values over all ranks, times `scale`."""
+class SumOfRanks(Collective):
+    """Sums each rank's value over all ranks, for every rank."""
 
-    @staticmethod
-    def forward(comms: Ranks, values: Tensor, step: bool = False, scale: float = 1.0) -> Tensor:
-        return _scaled(comms.all_reduce_sum(values.clone(memory_format=torch.contiguous_format)), scale)
+    def run(self, values: Tensor) -> Tensor:
+        return self.comms.all_reduce_sum(values.clone(memory_format=torch.contiguous_format))
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        return self(grad)
 
 
-class SumOfShards(_Sum):
+class SumToShards(SumOfRanks):
+    """Sums each rank's value over all ranks, for every shard: the adjoint of `SumOfShards`."""
+
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        if literal:
+            return self(grad)
+        return SumOfShards(self.comms, step=self.step)(grad) * self.comms.world
+
+
+class SumOfShards(Collective):
     """Sums each rank's value for its own shard over the shards of one copy."""
 
     of_shards = True
 
-    @staticmethod
-    def forward(comms: Ranks, values: Tensor, step: bool = False, scale: float = 1.0) -> Tensor:
-        return _scaled(comms.sum_over_shards(values.clone(memory_format=torch.contiguous_format)), scale)
+    def run(self, values: Tensor) -> Tensor:
+        return self.comms.sum_over_shards(values.clone(memory_format=torch.contiguous_format))
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        step, scale = ctx.how
-        literal = _literal(ctx, step)
-        back = scale if literal else scale / ctx.comms.world
-        summed = SumToShards.apply(ctx.comms, grad, step, back)  # type: ignore[no-untyped-call]
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        summed = SumToShards(self.comms, step=self.step)(grad)
         if literal:  # the sum was of the first replica's values
-            summed = summed * (ctx.comms.replica == 0)
-        return None, summed, None, None
+            return summed * (self.comms.replica == 0)
+        return summed * (1 / self.comms.world)
 
 
-class SumToShards(_Sum):
-    """Sums each rank's value over all ranks, for every shard: the adjoint of `SumOfShards`."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        step, scale = ctx.how
-        if _literal(ctx, step):
-            return None, SumToShards.apply(ctx.comms, grad, step, scale), None, None  # type: ignore[no-untyped-call]
-        back = scale * ctx.comms.world
-        return None, SumOfShards.apply(ctx.comms, grad, step, back), None, None  # type: ignore[no-untyped-call]
-
-
-class SumOfRanks(_Sum):
-    """Sums each rank's value over all ranks, for every rank."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, SumOfRanks.apply(ctx.comms, grad, *ctx.how), None, None  # type: ignore[no-untyped-call]
-
-
+@dataclasses.dataclass(frozen=True)
 class ToShards(Collective):
     """Takes a rank's value for a shard's. back: the adjoint of that"""
 
-    @staticmethod
-    def forward(comms: Ranks, values: Tensor, step: bool = False, back: bool = False) -> Tensor:
-        return values * (comms.ranks if back else 1)
+    back: bool = False
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        step, back = ctx.how
-        back = back if _literal(ctx, step) else not back
-        return None, ToShards.apply(ctx.comms, grad, step, back), None, None  # type: ignore[no-untyped-call]
+    def run(self, values: Tensor) -> Tensor:
+        return values * (self.comms.ranks if self.back else 1)
 
-
-def _scaled(values: Tensor, scale: float) -> Tensor:
-    return values if scale == 1.0 else values * scale
-
-
-def _literal(ctx: Any, step: bool) -> bool:
-    """Returns whether a backward belongs to a step, not to a transform inside it."""
-    return step and not ctx.in_transform
+    def gradient(self, grad: Tensor, dtype: torch.dtype, literal: bool) -> Tensor:
+        return ToShards(self.comms, self.back if literal else not self.back, step=self.step)(grad)

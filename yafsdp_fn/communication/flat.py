@@ -25,22 +25,15 @@ Reduction = tuple[Tensor, Tensor, Tensor, bool]
 """`(shard, full, received, add)`; received: buffer for the sum, empty to receive in the shard itself."""
 
 
-def gather_into(comms: Groups, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-    """Gathers each of `fulls` [N] from the shards [n] of the shard group."""
-    if comms.ranks == 1:
+def gather_into(comms: Groups, fulls: Sequence[Tensor], shards: Sequence[Tensor], *, in_node: bool = False) -> None:
+    """Gathers each of `fulls` [N] from the shards [n] of the shard group. in_node: from the secondary shards [N / K] of
+    this node's ranks, see `node_slice`"""
+    if (comms.local_ranks if in_node else comms.ranks) == 1:
         for full, shard in zip(fulls, shards, strict=True):
             full.copy_(shard.view_as(full))
     else:
-        comms.gather_group.all_gathers(fulls, shards)
-
-
-def gather_local_into(comms: Groups, fulls: Sequence[Tensor], secondaries: Sequence[Tensor]) -> None:
-    """Gathers each of `fulls` [N] from the secondary shards [N / K] of this node's ranks: see `node_slice`."""
-    if comms.local_ranks == 1:
-        for full, secondary in zip(fulls, secondaries, strict=True):
-            full.copy_(secondary)
-    else:
-        comms.gather_local_group.all_gathers(fulls, secondaries)
+        group = comms.gather_local_group if in_node else comms.gather_group
+        group.all_gathers(fulls, shards)
 
 
 def node_slice(comms: Groups, full: Tensor) -> Tensor:

@@ -70,8 +70,19 @@ class Format:
         return found
 
 
+class _OneScale(Format):
+    """Blocks of bytes that are numbers, behind a scale in float32."""
+
+    @property
+    def block_bytes(self) -> int:  # type: ignore[override]
+        return SCALE_BYTES + self.block
+
+    def _named(self, numbers: str) -> str:
+        return f"{numbers}/{self.block}{' stochastic' * self.stochastic}"
+
+
 @dataclasses.dataclass(frozen=True)
-class Scaled(Format):
+class Scaled(_OneScale):
     """Numbers of 8 bits, and a scale in float32 for each block, which takes its largest element to the largest number.
 
     dtype: torch.int8, torch.float8_e4m3fn or torch.float8_e5m2; block: elements that share a scale
@@ -93,11 +104,7 @@ class Scaled(Format):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"{str(self.dtype).removeprefix('torch.')}/{self.block}{STOCHASTIC * self.stochastic}"
-
-    @property
-    def block_bytes(self) -> int:  # type: ignore[override]
-        return SCALE_BYTES + self.block
+        return self._named(str(self.dtype).removeprefix("torch."))
 
     def encode(self, blocks: Tensor) -> Tensor:
         blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
@@ -129,7 +136,7 @@ class Scaled(Format):
 
 
 @dataclasses.dataclass(frozen=True)
-class Roots(Format):
+class Roots(_OneScale):
     """Bytes that are the fourth roots of elements, and a scale for each block, as for `Scaled`: for the moments of
     optimizers (`ya.optim.in_format`). Elements down to 1e-6 of the largest are off by a part of themselves; none but a
     zero becomes one. A block of second moments, which has no negative elements, has twice as many numbers.
@@ -147,11 +154,7 @@ class Roots(Format):
 
     @property
     def name(self) -> str:  # type: ignore[override]
-        return f"roots/{self.block}{STOCHASTIC * self.stochastic}"
-
-    @property
-    def block_bytes(self) -> int:  # type: ignore[override]
-        return SCALE_BYTES + self.block
+        return self._named("roots")
 
     def encode(self, blocks: Tensor) -> Tensor:
         blocks = blocks.to(torch.promote_types(blocks.dtype, torch.float32))
@@ -186,7 +189,6 @@ def _scale_of(encoded: Tensor) -> Tensor:
     return encoded[:, :SCALE_BYTES].clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
-STOCHASTIC = " stochastic"
 SCALE_BYTES = 4
 EXPONENT = 0x7F800000  # its bits in a float32
 LARGEST: dict[torch.dtype, float] = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}

@@ -29,7 +29,7 @@ from yafsdp_fn.communication import flat, sums
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, must_differ
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
-from yafsdp_fn.communication.streams import CommunicationError, HostEvent, HostStream, Stream
+from yafsdp_fn.communication.streams import CommunicationError, HostEvent, HostStream
 from yafsdp_fn.communication.watchdog import Steps, Watchdog
 
 WHERE = "Where ranks are:"
@@ -51,7 +51,7 @@ class OrderedGroups(Groups):
         self.steps = Steps()
         self.states = itertools.count(1)
         self.watchdog: Watchdog | None = None
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, CudaStream | HostStream] = {}
         self.event: type[CudaEvent] | type[HostEvent] = CudaEvent if self.device.type == "cuda" else HostEvent
         staged = self.stages > 1
         names = [] if self.alone else ["gather", "reduce"]
@@ -62,10 +62,10 @@ class OrderedGroups(Groups):
         for name in names:
             self.stream(name)
 
-    def stream(self, name: str) -> Stream:
+    def stream(self, name: str) -> CudaStream | HostStream:
         """Returns the stream `name`, created at first use."""
         if name not in self.streams:
-            made: Stream
+            made: CudaStream | HostStream
             if self.device.type == "cuda":
                 made = CudaStream(self.device, self.world_rank, watched=self.timeout is not None)
                 must_differ([*self.streams.values(), made])
@@ -75,7 +75,7 @@ class OrderedGroups(Groups):
         return self.streams[name]
 
     def mark_used(self, memory: Tensor) -> None:
-        """Marks `memory` as used by all streams: see `Stream.mark_used`."""
+        """Marks `memory` as used by all streams: see `HostStream.mark_used`."""
         for stream in self.streams.values():
             stream.mark_used(memory)
 

@@ -135,26 +135,6 @@ class Event(Protocol):
     def complete(self) -> None: ...
 
 
-class Stream(Protocol):
-    @property
-    def doing(self) -> tuple[str] | None:
-        """The label of the work running now, in a tuple made for it; for the thread of the watchdog."""
-
-    def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None: ...
-
-    def mark_used(self, memory: "Tensor") -> None:
-        """Keeps `memory` from being reused before the work submitted so far is done, whoever frees it."""
-
-    def drain(self) -> None:
-        """Blocks the host until the stream is idle. Errors stay in their events."""
-
-    def abandon(self) -> None:
-        """Stops everyone from waiting for its work, the end of the process included."""
-
-    def close(self) -> None:
-        """Ends the stream, when the work submitted so far is done or abandoned."""
-
-
 class HostEvent:
     """An event of a host thread that carries errors. Most end before anybody waits, so the waiter creates the lock."""
 
@@ -209,7 +189,8 @@ class HostStream:
         # a daemon thread inside a gloo call aborts the interpreter at exit: join it first
         atexit.register(self._at_exit)
 
-    def submit(self, work: Work, waits: Sequence[Event], event: HostEvent, label: str) -> None:
+    def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
+        """Runs `work` when all `waits` have ended, and completes `event`."""
         if self._closed:  # nobody would ever do it
             raise CommunicationError(f"rank {self._rank}: {label}: its mesh is gone; keep the mesh, or a state on it")
         self._queue.put((work, waits, event, label))
@@ -217,9 +198,11 @@ class HostStream:
             self._end(event)
 
     def mark_used(self, memory: "Tensor") -> None:
-        """Nothing to do: work holds what it uses until it is done."""
+        """Keeps `memory` from being reused before the work submitted so far is done, whoever frees it: work holds what
+        it uses."""
 
     def drain(self) -> None:
+        """Blocks the host until the stream is idle. Errors stay in their events."""
         idle = threading.Event()
         self._queue.put((idle.set, (), HostEvent(), "drain"))
         while not idle.wait(1.0):
@@ -227,6 +210,7 @@ class HostStream:
                 return
 
     def abandon(self) -> None:
+        """Stops everyone from waiting for its work, the end of the process included."""
         self._abandoned = True
 
     def fail(self, what: str) -> None:
@@ -245,6 +229,7 @@ class HostStream:
             event.complete()
 
     def close(self) -> None:
+        """Ends the stream, when the work submitted so far is done or abandoned."""
         if not self._abandoned:  # else left to the end of the process
             atexit.unregister(self._at_exit)
         self._closed = True

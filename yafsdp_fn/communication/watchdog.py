@@ -80,8 +80,7 @@ class Watchdog:
         self._silence = max(SILENCE_S, SILENCE_BEATS * self._beat)
         # ---- this rank
         self._status = UNKNOWN
-        self._labels: PendingLabels = []  # of its own communication, kept, so that no other has the id of one
-        self._since: dict[int, float] = {}  # of each label, by id
+        self._waits: list[tuple[tuple[str], float]] = []  # for which label, and since when
         self._aborts = comms.device.type != "cpu"
         # ---- all ranks
         self._table = ""
@@ -143,11 +142,11 @@ class Watchdog:
         for look in self._steps.looks[-1:]:
             position = look()
         line, labels = self._waits_now()
-        self._since = {id(label): self._since.get(id(label), now) for label in labels}
-        self._labels = labels
+        since = {id(label): at for label, at in self._waits}  # which keeps labels: no other has the id of one
+        self._waits = [(label, since.get(id(label), now)) for label in labels]
         # in words
         at = f"{position}; {line}" if line else position
-        waited = now - min(self._since.values(), default=now)
+        waited = now - min([since for _, since in self._waits], default=now)
         self._status = RankStatus(self._status.beat + 1, at, _names(labels), waited)
 
     def _waits_now(self) -> tuple[str, PendingLabels]:
@@ -165,7 +164,7 @@ class Watchdog:
         peer's, may take the abort for an error and end its process: what hangs is printed by then.
         """
         before = time.monotonic() - self._timeout
-        late = [label[0] for label in self._labels if self._since[id(label)] < before]
+        late = [label for (label,), since in self._waits if since < before]
         if late and self._aborts:
             self._aborts = False
             text = f"rank {self._rank}: {late[0]} has not ended after {self._timeout:.0f} s. {ADVICE}"

@@ -103,7 +103,7 @@ def to_shards(x: Tree, like: Tree) -> Tree:
     return _on_ranks("to_shards", ToShards, x, like)
 
 
-def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tree:
+def _on_ranks(what: str, collective: type[Collective], x: Tree, like: Tree) -> Tree:
     # a shard is no value that ranks share
     found = handles(like)
     if sharded := handles(x):
@@ -113,9 +113,7 @@ def _on_ranks(what: str, function: type[Collective], x: Tree, like: Tree) -> Tre
         )
     if not found or found[0].check().owner.comms.alone:
         return x
-    comms = found[0].owner.comms
-    apply: Any = function.apply
-    return optree.tree_map(lambda leaf: apply(comms, leaf, in_step()), x)
+    return optree.tree_map(collective(found[0].owner.comms, step=in_step()), x)
 
 
 # ---- Random trees.
@@ -174,7 +172,7 @@ def _over_ranks(what: str, a: Tree, b: Tree, local: Callable[[Tree, Tree], Tenso
         if transforms_active() or tracked:
             raise RuntimeError(f"{what}: {NOT_ON_STAGES if comms.stages > 1 else NOT_DIFFERENTIABLE}")
     if not comms.deterministic:
-        summed: Tensor = SumOfShards.apply(comms, local(*leaves), in_step())  # type: ignore[no-untyped-call]
+        summed = SumOfShards(comms, step=in_step())(local(*leaves))
         return summed + of_plain.to(summed.device)
     exact = total(comms.sum_over_shards(binned(zip(*leaves, strict=True), comms.device)))
     return exact + of_plain.to(exact.device)

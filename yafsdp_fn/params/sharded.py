@@ -45,6 +45,12 @@ class Owner(Protocol):
     def gather_dtype(self, unit: int) -> torch.dtype:
         """Returns the dtype in which a unit is gathered."""
 
+    def wire_dtype(self, unit: int) -> torch.dtype:
+        """Returns the dtype in which a unit's gradient travels."""
+
+    def sum_dtype(self, unit: int) -> torch.dtype | None:
+        """Returns the dtype in which ranks sum a unit's gradient themselves; None if the backend does."""
+
     def owns(self, number: int, leaf: object) -> bool:
         """Returns whether `leaf` is its own memory of group `number`, which a later generation overwrites."""
 

@@ -31,6 +31,7 @@ from yafsdp_fn.runtime.errors import SAME_ORDER, OrderChanged
 from yafsdp_fn.runtime.execute import BackwardRoot, Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
+from yafsdp_fn.runtime.recording import check_origin
 from yafsdp_fn.runtime.reductions import Mean, is_reduction, shapes_in
 from yafsdp_fn.runtime.shards import GradSlot
 from yafsdp_fn.runtime.visit import GradTargets, ToSlots
@@ -162,7 +163,7 @@ class StageSession(Session):
                 raise
             raise errors.value_on_other_stage(f"the loss, called for {self._named},", error) from error
         # all stages alike: each of them has the whole loss
-        if self.watch and self.check_origin([mean.total, *self.segment.given]):
+        if self.watch and check_origin([mean.total, *self.segment.given], self):
             raise RuntimeError(errors.READ_BESIDE_VISITS)
         # what it has made, and what leaves for other segments
         left: dict[PieceKey, Tensor] = self.segment.leaving(len(self.visits), self.position)

@@ -53,13 +53,12 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     whole = digest(sample([leaf for leaf in tensors_in(batch) if leaf.device.type == "cpu"]))
     # rows
     rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
-    if micro_shards is None:
-        mine = split_batch(batch, ranks, "shard_batch", "ranks")(rank)
-    else:
-        part = split_batch(batch, micro_shards, "shard_batch", "micro-shards")
-        own = [part(number) for number in range(rank, micro_shards, ranks)]
+    parts, unit = (ranks, "ranks") if micro_shards is None else (micro_shards, "micro-shards")
+    part = split_batch(batch, parts, "shard_batch", unit)
+    mine, *more = [part(number) for number in range(rank, parts, ranks)]
+    if more:
         joined = lambda *pieces: torch.cat(pieces) if is_cut(pieces[0]) else pieces[0]  # noqa: E731
-        mine = optree.tree_map(joined, *own, is_leaf=is_sharded)
+        mine = optree.tree_map(joined, mine, *more, is_leaf=is_sharded)
     # further dimensions
     for name, dim in (split or {}).items():
         if dim < 1:

@@ -38,12 +38,12 @@ from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors, pure
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Results, StepLoss, add_to
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
-from yafsdp_fn.runtime.graph_walks import SAMPLES, of_other_calls, read_beside_visits
+from yafsdp_fn.runtime.graph_walks import SAMPLES
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.programs import Verified
 from yafsdp_fn.runtime.protocols import StepObserver, Works
 from yafsdp_fn.runtime.recompute import RecomputedVisit
-from yafsdp_fn.runtime.recording import foreign_collectives_refused
+from yafsdp_fn.runtime.recording import check_origin, foreign_collectives_refused
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.runtime.shards import GradSlot, Shards
 from yafsdp_fn.runtime.slots import Slots
@@ -112,20 +112,15 @@ class Session(VisitRunner):
     # ---- the program
 
     def start(self) -> None:
-        """Gathers units that slots should hold from the step before and do not; then issues the ops before the first
-        visit."""
+        """Gathers units that slots should hold from the step before, in their current version, and do not; then issues
+        the ops before the first visit."""
+        contents, versions = self.slots.contents, self.memory.versions
+        carried = self.slots.carried.items()
         # on the first step of a program, or where weights were written by hand
-        missing = self.missing()
+        missing = [(unit, slot) for slot, unit in carried if contents.get(slot) != (unit, versions[unit])]
         for index, (unit, slot) in enumerate(missing):
             self.issue(Gather((unit,), (slot,)), NOT_THERE, number=index - len(missing))
         self.follow()
-
-    def missing(self) -> list[tuple[int, int]]:
-        """Returns `(unit, slot)` of units that slots should hold from the step before, in their current version, and do
-        not."""
-        contents, versions = self.slots.contents, self.memory.versions
-        carried = self.slots.carried.items()
-        return [(unit, slot) for slot, unit in carried if contents.get(slot) != (unit, versions[unit])]
 
     def follow(self, op: ComputeOp | None = None, *, ending: bool = False) -> None:
         """Executes the program up to its next compute: after `op`, or where a call begins or ends. The norm
@@ -350,25 +345,23 @@ class Session(VisitRunner):
         leaves = [leaf for leaf in self.leaves if leaf.requires_grad]
         leaf_grads: list[Tensor | None] = [None] * len(leaves)
 
-        def forward(microbatch: int) -> list[BackwardRoot]:
+        for microbatch in range(arguments.microbatches):
+            # forward
             self.begin(Call("forward", 0, microbatch))
             mean, aux = self.call_loss(loss, microbatch)
             results.append(mean, aux)
             self.end()
-            return [self.loss_root(mean), self.token_root()] if self.differentiates else []
-
-        def backward(microbatch: int, roots: list[BackwardRoot]) -> None:
+            roots = [self.loss_root(mean), self.token_root()] if self.differentiates else []
+            del mean, aux  # the backward frees memory as it goes, but for what something holds
+            if not roots:
+                continue
+            # backward
             self.begin(Call("backward", 0, microbatch))
-            found = iter(self.gradients(loss, microbatch, roots, [*leaves, *arguments.plain]))
-            add_to(leaf_grads, found)
-            add_to(results.grads, found)
+            grads = iter(self.gradients(loss, microbatch, roots, [*leaves, *arguments.plain]))
+            add_to(leaf_grads, grads)
+            add_to(results.grads, grads)
             self.end()
-
-        for microbatch in range(arguments.microbatches):
-            roots = forward(microbatch)
-            if roots:
-                backward(microbatch, roots)
-            roots.clear()  # a graph that is done needs no memory in the next forward
+            del roots, grads  # a graph that is done needs no memory in the next forward
         found = iter(leaf_grads)
         self.end_backward([next(found) if leaf.requires_grad else None for leaf in self.leaves])
         return results
@@ -378,18 +371,8 @@ class Session(VisitRunner):
         if not mean.total.requires_grad:
             raise ValueError(INDEPENDENT)
         if self.watch:
-            self.check_origin([mean.total])
+            check_origin([mean.total], self)
         return get_gradient_edge(mean.total), torch.ones_like(mean.total)
-
-    def check_origin(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Raises for tensors of a loss that depend on what gets no gradient: parameters of modules, visits of earlier
-        calls. Returns the indices of the leaves that they depend on beside visits."""
-        read, _, of_modules = read_beside_visits(tensors, self.leaves)
-        if of_modules:
-            raise errors.parameter_of_a_module(of_modules[0])
-        if others := of_other_calls(tensors, self):
-            raise errors.of_an_earlier_call(others[0])
-        return read
 
     def token_root(self) -> BackwardRoot:
         """Returns the root that the last token is: visits that the loss does not use get their backward in its

@@ -86,7 +86,7 @@ def _edge(tensor: Tensor) -> Edge:
 # ---- Which memory a graph keeps alive, and which leaves it ends in.
 
 
-def _nodes(roots: Iterable[Tensor], ends: Callable[[Any], bool] = lambda node: False) -> Iterator[Any]:
+def _nodes(roots: Iterable[Tensor], ends: Callable[[Any], object] = lambda node: False) -> Iterator[Any]:
     """Yields the nodes of the graph behind `roots`, without those behind nodes that are `ends`."""
     seen: set[Any] = {None}
     todo: list[Any] = [root.grad_fn for root in roots]
@@ -115,8 +115,8 @@ def read_beside_visits(roots: Sequence[Tensor], leaves: Sequence[Tensor]) -> tup
     visit, and parameters of modules that they depend on, through visits too."""
     visited = False
     ends = set[int]()
-    for node in _nodes(roots, ends=_is_visit):
-        visited = visited or _is_visit(node)
+    for node in _nodes(roots, ends=_visit_of):
+        visited = visited or _visit_of(node) is not None
         if hasattr(node, "variable"):
             ends.add(id(node.variable))
     read = [index for index, leaf in enumerate(leaves) if id(leaf) in ends]
@@ -127,14 +127,15 @@ def read_as_shards(roots: Iterable[Tensor], leaves: Sequence[Tensor]) -> list[in
     """Returns the indices of the `leaves` that `roots` depend on with neither a visit nor a collective between them."""
 
     def ends(node: Any) -> bool:
-        return _is_visit(node) or hasattr(node, "of_ranks")
+        return _visit_of(node) is not None or hasattr(node, "of_ranks")
 
     found = {id(getattr(node, "variable", None)) for node in _nodes(roots, ends)}
     return [index for index, leaf in enumerate(leaves) if id(leaf) in found]
 
 
-def _is_visit(node: Any) -> bool:
-    return hasattr(node, "running") or hasattr(node, "closes")
+def _visit_of(node: Any) -> Any:
+    """Returns the visit that a node is the last one of; None if it is none."""
+    return getattr(node, "running", None) or getattr(node, "closes", None)
 
 
 def leaves_behind(roots: Iterable[Tensor]) -> list[Tensor]:
@@ -151,7 +152,7 @@ def of_other_calls(roots: Iterable[Tensor], session: object) -> list[str]:
     """Returns the names of the visits that `roots` depend on and that are not of `session`: of an earlier step."""
     found: list[str] = []
     for node in _nodes(roots):
-        running = getattr(node, "running", None) or getattr(node, "closes", None)
+        running = _visit_of(node)
         if running is not None and running.session is not session:
             found.append(running.visit.name)
     return found
@@ -203,7 +204,7 @@ def _foreign_leaf(outs: Iterable[Tensor], allowed: Iterable[Tensor], name: str, 
     for node in _nodes(outs, ends=begins):
         if begins(node):
             continue
-        other = getattr(node, "running", None) or getattr(node, "closes", None)
+        other = _visit_of(node)
         if other is not None:  # of the graph around this block
             raise RuntimeError(_message(name, f"the output of an earlier visit ({other.visit.name})"))
         leaf: Tensor | None = getattr(node, "variable", None)

@@ -22,7 +22,6 @@ from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.precision import Precision
-from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
@@ -160,7 +159,7 @@ class StateMemory(Placement[Communicators]):
 
     def params(self, seed: int, step: int) -> Tree:
         """Returns the user's container with a handle per entry on the masters."""
-        return placed(self.layout, self.master.tensors, Origin(self, self.generation, seed, step))
+        return self.handles(self.master.tensors, seed, step)
 
     def masters(self) -> list[Tensor]:
         """This rank's shards, by group."""

@@ -34,7 +34,6 @@ class Verified:
     all_stages: the program of them all; program: of this one; crossing: what it must know of others, if any
     runs: steps that have finished
     tail: the norm and updates to run after a program that has none
-    recomputes: some forward keeps no graph
     has_carry_slots: it offloads what recomputed visits save
     collectives: what its blocks communicate, as far as it has been seen (block_collectives.py)
     """

@@ -2,7 +2,7 @@
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from yafsdp_fn.communication.differentiable import AllGather
 from yafsdp_fn.communication.formats import WHOLE, Encoded
 from yafsdp_fn.communication.ranks import Ranks
-from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, destination
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, destination
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
@@ -120,39 +120,30 @@ def _tangent(out: Tensor) -> Tensor:
 def _first_order(
     f: Flat, args: Sequence[Tensor], needs: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> list[Tensor | None]:
-    """Returns gradients of the arguments that need one, by running `f` under a graph of its own."""
+    """Returns gradients of the arguments that need one, by running `f` under a graph of its own. Gradients go straight
+    to the destinations of weights that take one now; of leaves with a hook, which must see its gradient, to none."""
+    inputs: list[Tensor] = []
+    destinations: list[Destination] = []
+    for arg, need in zip(args, needs, strict=True):
+        leaf = arg.detach().requires_grad_(need)
+        found = destination(arg)
+        if found is not None and need and found.takes and found.later is None:
+            setattr(leaf, DESTINATION, found)
+            destinations.append(found)
+        inputs.append(leaf)
     with torch.enable_grad():
-        inputs: list[Tensor] = []
-        for arg, need in zip(args, needs, strict=True):
-            inputs.append(_same_destination(arg.detach().requires_grad_(need), arg))
         outs = f(*inputs)
+    # their tasks, for this run alone
     run = AutogradRun()
-    with _writes_counted(inputs, run):
-        return differentiated(run, outs, grads, inputs)
-
-
-def _same_destination(leaf: Tensor, weight: Tensor) -> Tensor:
-    """Gives `leaf`, a new leaf for `weight`, the destination of `weight` if that takes a gradient now."""
-    found = destination(weight)
-    if found is not None and leaf.requires_grad and found.takes and found.later is None:
-        setattr(leaf, DESTINATION, found)
-    return leaf
-
-
-@contextlib.contextmanager
-def _writes_counted(leaves: Sequence[Tensor], run: AutogradRun) -> Iterator[None]:
-    """Lets `run` write gradients to the destinations of `leaves`. If a leaf has a hook, which must see its gradient, it
-    writes none."""
-    found = [here for leaf in leaves if (here := destination(leaf)) is not None]
-    before = [here.task for here in found]
-    hooked = any(leaf._backward_hooks for leaf in leaves)
-    for here in found:
-        here.task = None if hooked else run
+    hooked = any(leaf._backward_hooks for leaf in inputs)
+    before = [found.task for found in destinations]
+    for found in destinations:
+        found.task = None if hooked else run
     try:
-        yield
+        return differentiated(run, outs, grads, inputs)
     finally:
-        for here, outer in zip(found, before, strict=True):
-            here.task = outer
+        for found, outer in zip(destinations, before, strict=True):
+            found.task = outer
 
 
 # ---- Visits.
@@ -196,16 +187,13 @@ def gathered(call: BlockCall, unit: int, shard: Tensor, *, step: bool) -> Tensor
     wire: Any = owner.gather_dtype(unit)
     if owner.comms.alone and group.wire == WHOLE:
         return shard.to(wire)
-    back: Any = group.reduce or owner.precision.reduce_dtype
-    wide = owner.precision.sum_dtype_of(back)
+    back: Any = owner.wire_dtype(unit)
+    wide = owner.sum_dtype(unit)
     if group.wire.gather is not None:
         wire = Encoded(group.wire.gather, shard.dtype, wire)
     if group.wire.reduce is not None:
-        wide = owner.precision.decoded_dtype
-        back = Encoded(group.wire.reduce, back, wide)
-    how = wire, back, wide, step
-    ranks = owner.comms.without(group.over)
-    return AllGather.apply(ranks, shard, *how)  # type: ignore[no-untyped-call,no-any-return]
+        back = Encoded(group.wire.reduce, back, owner.precision.decoded_dtype)
+    return AllGather(owner.comms.without(group.over), wire, back, wide, step=step)(shard)
 
 
 LentWeights = dict[int, str]

@@ -25,7 +25,7 @@ from yafsdp_fn.program.trace import Trace, Visit, chained_order
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import INDEPENDENT, StepLoss
 from yafsdp_fn.runtime.block_call import BlockCall, VisitRunner
-from yafsdp_fn.runtime.graph_walks import read_as_shards, read_beside_visits
+from yafsdp_fn.runtime.graph_walks import of_other_calls, read_as_shards, read_beside_visits
 from yafsdp_fn.runtime.memory import ALL
 from yafsdp_fn.runtime.pure import SAME_VISITS, LentWeights, without_grad
 from yafsdp_fn.runtime.recompute import RecomputedVisit, VisitNode
@@ -110,7 +110,18 @@ class CallRecording(VisitRunner):
                 break
 
 
-# ---- What a loss itself calls.
+# ---- What a loss depends on, and what it calls itself, where a step looks.
+
+
+def check_origin(tensors: Sequence[Tensor], runner: VisitRunner) -> list[int]:
+    """Raises for tensors of a loss that depend on what gets no gradient: parameters of modules, visits of earlier
+    calls. Returns the indices of the leaves that they depend on beside visits."""
+    read, _, of_modules = read_beside_visits(tensors, runner.leaves)
+    if of_modules:
+        raise errors.parameter_of_a_module(of_modules[0])
+    if others := of_other_calls(tensors, runner):
+        raise errors.of_an_earlier_call(others[0])
+    return read
 
 
 class LossWatch(TorchFunctionMode):

@@ -7,7 +7,6 @@ A bare scalar loss is `Mean(value, 1)`: parts count equally.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from numbers import Real
 from typing import Any, NamedTuple
 
@@ -131,7 +130,7 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
     all-reduce for all means and sums, and one for all maxima, in float64 for counts and fp32 totals alike. On a
     deterministic mesh means and sums are those of micro-shards, added up in their order.
     """
-    sum_up: Callable[[Sequence[Tensor]], Tensor] = partial(_apart, comms) if _in_order(comms) else _total
+    ordered: Any = comms if comms is not None and comms.deterministic else None
     flat = [optree.tree_flatten(result, is_leaf=is_reduction) for result in results]
     if any(spec != flat[0][1] for _, spec in flat):
         raise ValueError("aux: microbatches returned trees of different structure")
@@ -147,12 +146,14 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
             tensors = [torch.as_tensor(value).detach() for value in values]
             if isinstance(column[0], Max):
                 maxima.append(torch.stack(tensors).amax(0))
-            else:
-                sums.append(sum_up(tensors))
+                continue
+            stacked = torch.stack(tensors).double()
+            # of a deterministic mesh [G, ...], a value of each micro-shard, once summed over ranks
+            sums.append(stacked.sum(0) if ordered is None else apart(stacked, ordered, ordered.world_rank))
     # over ranks
     if comms is not None and not comms.alone:
         sums, maxima = _packed(sums, comms.all_reduce_sum), _packed(maxima, comms.all_reduce_max)
-    if _in_order(comms):
+    if ordered is not None:
         sums = [in_order(value) for value in sums]
     # back into the tree
     added, largest, out = iter(sums), iter(maxima), list[Any]()
@@ -170,19 +171,6 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
             case other:
                 out.append(other)
     return optree.tree_unflatten(flat[0][1], out)
-
-
-def _in_order(comms: Ranks | None) -> bool:
-    return comms is not None and comms.deterministic
-
-
-def _apart(comms: Any, values: Sequence[Tensor]) -> Tensor:
-    """Returns [G, ...], a value of each micro-shard, once summed over ranks."""
-    return apart(torch.stack([value.double() for value in values]), comms, comms.world_rank)
-
-
-def _total(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack([value.double() for value in values]).sum(0)
 
 
 def _packed(values: list[Tensor], reduce: Any) -> list[Tensor]:

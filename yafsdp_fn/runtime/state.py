@@ -27,7 +27,6 @@ from yafsdp_fn.params.sharded import Sharded, handles, trainable
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.trace import Lent
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.reductions import Mean
@@ -57,10 +56,10 @@ class ShardedState:
 
     params: Tree
     opt_state: Tree
-    step: int
+    step: int = dataclasses.field(compare=False)
     seed: int
-    memory: StateMemory
-    generation: int = 0
+    memory: StateMemory = dataclasses.field(compare=False)
+    generation: int = dataclasses.field(default=0, compare=False)
     program: Program | None = dataclasses.field(default=None, compare=False)
     unit_steps: tuple[Any, UnitSteps] | None = dataclasses.field(default=None, compare=False)
 
@@ -169,24 +168,12 @@ def _copied(tree: Tree) -> Tree:
     return optree.tree_map(copied, tree)
 
 
-# ---- The state as a pytree.
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """The context of a state as a pytree: it compares by layout and seed only."""
-
-    seed: int
-    step: int = dataclasses.field(compare=False)
-    memory: StateMemory = dataclasses.field(compare=False)
-    generation: int = dataclasses.field(compare=False)
-    program: Program | None = dataclasses.field(compare=False)
-
+# ---- The state as a pytree. Its context is all the rest of it, which compares by layout and seed only.
 
 register_node(
     ShardedState,
-    lambda s: ((s.params, s.opt_state), _Static(s.seed, s.step, s.memory, s.generation, s.program)),
-    lambda of, c: ShardedState(c[0], c[1], of.step, of.seed, of.memory, of.generation, of.program),
+    lambda s: ((s.params, s.opt_state), dataclasses.replace(s, params=None, opt_state=None, unit_steps=None)),
+    lambda of, children: dataclasses.replace(of, params=children[0], opt_state=children[1]),
 )
 
 
@@ -270,10 +257,6 @@ class StepUpdates:
         squares = squares_in_bins(counted, comms.device) if comms.deterministic else squared_norm(counted)
         own = words(self._memory.number, self._state.step)
         self._measured, self._scale, self._found_inf = self._measure(self._losses, self._aux, squares, comms, own)
-
-    @property
-    def lent(self) -> tuple[Lent, ...]:
-        return tuple(Lent(unit, parts) for unit, parts in self._steps.parts.items())
 
     def exchange(self, units: tuple[int, ...]) -> Work:
         pairs, group = self._steps.messages(units), self._memory.comms.reduce_group

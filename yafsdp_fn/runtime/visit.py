@@ -152,13 +152,14 @@ class Running:
             if content(weights, SAMPLES) != before:
                 raise errors.weight_written(self.visit.name)
             if torch.is_grad_enabled():
-                check_graph(outs, [*inputs, *weights], self.visit.name, lambda: self._once_more(leaves, inputs), self)
-        return outs
 
-    def _once_more(self, leaves: list[list[Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
-        if self.session.collectives is not None:
-            self.session.collectives.again("forward")
-        return self.call.run_on(leaves, inputs)
+                def once_more() -> list[Tensor]:
+                    if self.session.collectives is not None:
+                        self.session.collectives.again("forward")
+                    return self.call.run_on(leaves, inputs)
+
+                check_graph(outs, [*inputs, *weights], self.visit.name, once_more, self)
+        return outs
 
     # ---- backward
 

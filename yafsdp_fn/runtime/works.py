@@ -103,7 +103,8 @@ def gather(session: Any, op: Gather) -> Work | None:
         units.append(unit)
         wholes.append(whole)
         shards.append(slots.secondary(unit) if in_node else memory.working.rows[unit])
-    work: Work | None = session.by_ranks(units, flat.gather_local_into if in_node else flat.gather_into, wholes, shards)
+    gathering = partial(flat.gather_into, in_node=in_node)
+    work: Work | None = session.by_ranks(units, gathering, wholes, shards)
     if work is None or not decoded:
         return work
 
