@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.marks import nightly
 from tests.proof.mutants import mutants, relocated
-from tests.proof.reference import right
+from tests.proof.overlapped import right
 from tests.proof.verdicts import RULES, Verdicts, harmless, judged, refusal
 from tests.schedules.cases import EVERY, LARGER, SCHEDULES, SMALL, program
 from yafsdp_fn.schedules import Program
