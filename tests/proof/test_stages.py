@@ -128,6 +128,9 @@ def test_calls() -> None:
     check(ordered(*order[-3:], *order[:-3]), 0, "calls", "no forward of segment 0, microbatch 2 before it")
     away = [Forward(visit, (0,), True, m) for m in range(3) for visit in range(3, 6)]
     check(ordered(*away), 0, "calls", "segment 1 is on stage 1")
+    later = edited(0, swap(index(0, Forward, 3), index(0, Forward, 4)))  # all weights are there since microbatch 0
+    check(later, 0, "calls", "are one")
+    assert not right(later)
 
 
 def test_a_refusal_of_one_stage_names_it() -> None:
