@@ -17,7 +17,7 @@ import torch.func as tf
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.marks import nightly
+from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, compare, joined, plain
 from tests.harness.pool import on_ranks
@@ -152,7 +152,7 @@ def same(s: Setting, name: str, kits: list[str]) -> None:
 @pytest.mark.parametrize(
     ("world", "axes", "same_data"),
     [
-        (1, "shard", False),
+        nightly(1, "shard", False),  # by day the table of transforms
         (2, "shard", False),
         nightly(2, "copies", False),
         nightly(4, "replicate", False),
@@ -161,7 +161,7 @@ def same(s: Setting, name: str, kits: list[str]) -> None:
     ],
 )
 def test_transforms(mesh: Any, axes: str, same_data: bool) -> None:
-    """All of them on one rank, on two, and on two that hold all; on four, and of the same data, those that differ."""
+    """All of them on one rank, by night, on two, and on two that hold all; on four, and of the same data, some."""
     few = ["tf.grad", "hvp by jvp", "hvp by ya.grad", "MAML by ya.grad"]
     most = [*few, "vjp, called twice", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
     kits = {"replicate": most, "replicate-nodes": few}.get(axes, few if same_data else list(KITS))
@@ -236,7 +236,7 @@ def test_other_derivatives_of_every_kind_of_visit(mesh: Any, axes: str, names: l
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("axes", MESHES)
+@pytest.mark.parametrize("axes", by_day(MESHES, "copies", "replicate-nodes"))
 def test_regularisers(_: Any, axes: str) -> None:
     """Numbers over trees stand on every rank, as parts that count equally; gradients are complete on every replica."""
     same(Setting(axes, "base", layers=3), "base", ["a regulariser", "along its gradient"])

@@ -14,7 +14,7 @@ import pytest
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from tests.program.traces import cut, model, on
-from tests.proof.stages_reference import right
+from tests.proof.overlapped import right
 from tests.schedules.cases import EVERY
 from yafsdp_fn.interop.actions import read_rows, written
 from yafsdp_fn.pipelines import orders

@@ -8,7 +8,7 @@ import yafsdp_fn as ya
 from tests.harness.small import batch, block, model, one_rank, with_block
 from tests.museum.exhibit import Outside
 from tests.museum.sharded import DEFERRED, MEGATRON, VERIFIER
-from tests.proof import reference
+from tests.proof.overlapped import right
 from yafsdp_fn.program import ops
 from yafsdp_fn.schedules import Backward, Forward, Program, Reduce, verify
 from yafsdp_fn.util.mesh_axes import AxisCollective
@@ -75,7 +75,7 @@ def memory_is_not_judged() -> None:
             made.append(op._replace(grad_slots=tuple(slot + 10 for slot in op.grad_slots)))
         made.append(op)
     larger = verify(Program(DEFERRED.trace, tuple(made)))
-    assert reference.right(larger)
+    assert right(larger)
     assert sum(larger.grad_slot_bytes().values()) == 2 * sum(DEFERRED.grad_slot_bytes().values())
 
 

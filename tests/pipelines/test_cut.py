@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.program.traces import trace_of, unit
-from tests.proof.stages_reference import right
+from tests.proof.overlapped import right
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.split import Argument
 from yafsdp_fn.schedules import Assignment, Trace, assign, cut, gpipe, verify, zero2

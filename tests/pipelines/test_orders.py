@@ -11,7 +11,7 @@ import pytest
 from tests.harness.marks import nightly
 from tests.pipelines.orders import ORDERS, SHARDINGS, homes, whole
 from tests.program.traces import cut, model, on
-from tests.proof.stages_reference import right
+from tests.proof.overlapped import right
 from tests.schedules.cases import EVERY
 from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.pipelines import orders

@@ -16,7 +16,7 @@ from tests.harness.damage import PARTS, json_damage, put, search
 from tests.harness.marks import nightly
 from tests.program.test_program import PROGRAMS
 from tests.program.traces import model, on
-from tests.proof.reference import right
+from tests.proof.overlapped import right
 from yafsdp_fn.schedules import Program, verify, zero3
 
 SMALL = zero3(update=True)(on(model(2, 2), "replicas and nodes", "after norm", parts=3))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 from tests.pipelines.orders import ORDERS, homes
@@ -21,27 +20,9 @@ Lists = list[list[Any]]
 
 
 def step_of(rng: random.Random, order: str, mesh: str, updates: UpdateWhen) -> Trace:
-    """A small step on two stages or three; some units are on several stages, trained by all of them or by some."""
-    places = homes(order, rng.choice((2, 2, 2, 3)))
-    count = len(places)
-    trace = model(max(0, count - 2) + rng.choice((0, 0, 0, 1)), rng.choice((1, 2, 2, 3)), tied=rng.random() < 0.4)
-    if rng.random() < 0.15:  # a visit need not train what others train
-        number = rng.choice([visit.id for visit in trace.visits])
-        some = [visit._replace(trained=visit.trained * (visit.id != number)) for visit in trace.visits]
-        trace = trace._replace(visits=tuple(some))
-    if rng.random() < 0.15:  # and what nothing trains may be all that a stage has
-        number = rng.randrange(len(trace.units))
-        units = [unit._replace(trainable=unit.trainable and unit.id != number) for unit in trace.units]
-        some = [visit._replace(trained=tuple(u for u in visit.trained if u != number)) for visit in trace.visits]
-        trace = trace._replace(units=tuple(units), visits=tuple(some))
-    skips = [(0, count - 1)] if count > 2 and rng.random() < 0.3 else []
-    return cut(on(trace, mesh, updates), places, skips)
-
-
-def odd_step_of(rng: random.Random, order: str, mesh: str, updates: UpdateWhen) -> Trace:
-    """The same with what is seldom there: units visited on both sides of a border, stages that train nothing, units
-    that no visit uses, flows without a gradient, units that a stage has in vain, since none of its visits trains them.
-    """
+    """A small step on two stages or three, with what is seldom there: units on several stages, trained by all or by
+    some, or visited on both sides of a border, stages that train nothing, units that no visit uses, flows without a
+    gradient, units that a stage has in vain, since none of its visits trains them."""
     places = homes(order, rng.choice((2, 2, 3)))
     count = len(places)
     plain = model(max(0, count - 2) + rng.choice((0, 0, 1, 2)), rng.choice((1, 2, 2, 3)), tied=rng.random() < 0.4)
@@ -162,14 +143,6 @@ def changed_order(made: Program, rng: random.Random) -> Program:
     return made.with_ops(ops, stage)
 
 
-Change = Callable[[Program, random.Random], Program]
-StepOf = Callable[[random.Random, str, str, UpdateWhen], Trace]
-
-
-def messages_or_program(made: Program, rng: random.Random) -> Program:
-    return (changed_messages if rng.random() < 0.4 else changed_program)(made, rng)
-
-
 def any_change(made: Program, rng: random.Random) -> Program:
     return rng.choice((changed_messages, changed_order, changed_order, changed_program))(made, rng)
 
@@ -184,14 +157,12 @@ def in_form(made: Program) -> bool:
     return True
 
 
-def a_pipeline(
-    rng: random.Random, of: StepOf = step_of, changed: Change = messages_or_program, least: int = 0
-) -> Program | None:
-    """As built, or changed up to twice; None where what came of it is no pipeline. of: its step; least: changes"""
+def a_pipeline(rng: random.Random, least: int = 0) -> Program | None:
+    """As built, or changed up to twice; None where what came of it is no pipeline. least: changes"""
     updates: UpdateWhen = rng.choice(("never", "after norm"))
     schedule, mesh = builder(rng, updates != "never" and rng.random() < 0.7, ON_STAGES)
     order = rng.choice(ORDERS)
-    trace = of(rng, order, mesh, updates)
+    trace = step_of(rng, order, mesh, updates)
     assert trace.split is not None
     lists: Lists = [
         list(items) for items in with_messages(trace.split, orders.ORDERS[order](trace.split, trace.microbatches))
@@ -206,5 +177,5 @@ def a_pipeline(
         return None
     for _ in range(changes):
         if in_form(made):
-            made = changed(made, rng)
+            made = any_change(made, rng)
     return made

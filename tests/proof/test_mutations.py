@@ -15,7 +15,7 @@ import pytest
 
 from tests.harness.marks import nightly
 from tests.proof.mutants import mutants, relocated
-from tests.proof.reference import right
+from tests.proof.overlapped import right
 from tests.proof.verdicts import RULES, Verdicts, harmless, judged, refusal
 from tests.schedules.cases import EVERY, LARGER, SCHEDULES, SMALL, program
 from yafsdp_fn.schedules import Program
@@ -43,6 +43,7 @@ def test_no_wrong_neighbour_of_a_small_program_is_accepted(schedule: str, first:
     assert harmless(verdicts) < (0.25 if "offload" in schedule else 0.15)
 
 
+@pytest.mark.nightly  # by day `test_rules.py` has a program that each rule refuses
 def test_every_rule_refuses_something_wrong() -> None:
     rules = set()
     for schedule in ("zero3", "hsdp", "zero3, update after norm", "zero3, offload"):

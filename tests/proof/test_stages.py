@@ -10,12 +10,14 @@ import pytest
 
 from tests.program.traces import cut, model, on, trace_of, unit
 from tests.proof.listed import refusal
-from tests.proof.stages_reference import expected, right, run
+from tests.proof.overlapped import account, constraints, drawn, goes_wrong, right, waits_of
+from tests.proof.reference import SHARDED
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,
     Flow,
     Forward,
+    Norm,
     Op,
     Program,
     Receive,
@@ -87,14 +89,30 @@ def test_shared() -> None:
     tied = verify(one_f_one_b(zero2(update=True))(trace))
     assert right(tied)
     at = [next(k for k, op in enumerate(p.ops) if op == AllReduce((0,), "stages")) for p in tied.by_stage]
-    check(edited(1, lambda ops: ops.pop(at[1]), tied), 1, "norm", "embed is not summed over the stages that share it")
-    check(edited(0, lambda ops: ops.insert(0, ops.pop(at[0])), tied), 0, "shared", "is not reduced yet")
+    alone = edited(1, lambda ops: ops.pop(at[1]), tied)
+    check(alone, 1, "norm", "embed is not summed over the stages that share it")
+    unmeasured = edited(0, lambda ops: ops.pop(index(0, Norm, 0, tied)), tied)
+    check(unmeasured, 0, "update", "")
+    assert not right(alone) and not right(unmeasured)  # what one stage does alone never ends
+    early = edited(0, lambda ops: ops.insert(0, ops.pop(at[0])), tied)
+    check(early, 0, "shared", "is not reduced yet")
+    assert not right(early)
     twice = edited(0, lambda ops: ops.insert(at[0], ops[at[0]]), tied)
     check(twice, 0, "shared", "embed was summed over stages already")
     alone = edited(0, lambda ops: ops.insert(at[0], AllReduce((1,), "stages")), tied)
     check(alone, 0, "shared", r"no other stage has a\[0\]")
     hidden = trace._replace(split=trace.split._replace(shared=()))
     assert "stages share units {0: (0, 1)}, the split says {}" in str(refusal(tied.with_trace(hidden)))
+
+
+def test_a_stage_that_trains_nothing_of_a_unit_has_nothing_to_add_to_its_sum() -> None:
+    """Its gradient shard holds what the step before has left."""
+    trace = model(0, 1, tied=True)
+    first, head = trace.visits
+    trace = trace._replace(visits=(first, head._replace(trained=(1,))))
+    made = one_f_one_b(zero2())(cut(on(trace, "ranks"), (0, 1)))
+    check(made, 1, "shared", "nothing on this stage trains embed")
+    assert not right(made)
 
 
 def test_calls() -> None:
@@ -110,6 +128,9 @@ def test_calls() -> None:
     check(ordered(*order[-3:], *order[:-3]), 0, "calls", "no forward of segment 0, microbatch 2 before it")
     away = [Forward(visit, (0,), True, m) for m in range(3) for visit in range(3, 6)]
     check(ordered(*away), 0, "calls", "segment 1 is on stage 1")
+    later = edited(0, swap(index(0, Forward, 3), index(0, Forward, 4)))  # all weights are there since microbatch 0
+    check(later, 0, "calls", "are one")
+    assert not right(later)
 
 
 def test_a_refusal_of_one_stage_names_it() -> None:
@@ -163,7 +184,8 @@ def test_deadlock() -> None:
     stuck = from_actions([rows[0].split(), early.split()])(whole)
     refused = refusal(stuck)
     assert not right(stuck)
-    assert run(stuck, random.Random(0), blocking=False) == expected(stuck)  # where sends are buffered, it ends
+    terms = account(stuck, SHARDED)
+    assert not goes_wrong(terms, waits_of(terms.events), random.Random(0))  # where sends are buffered, it ends
     assert refused.rule == "deadlock"
     lines = [re.sub(" +", " ", line).strip() for line in str(refused).splitlines()]
     assert lines[:3] == [
@@ -200,7 +222,12 @@ def test_communication_begins_in_the_order_in_which_it_was_issued() -> None:
         first = [op._replace(carry_slot=90 + op.microbatch) for op in receives]
         ops[:] = [*first, *(op for op in ops if op not in receives)]
 
-    check(edited(0, early), 0, "deadlock", "which waits, too")
+    stuck = edited(0, early)
+    check(stuck, 0, "deadlock", "which waits, too")
+    terms = account(stuck, SHARDED)
+    waits = waits_of(terms.events)
+    assert drawn(terms, constraints(terms, waits, blocking=True), random.Random(0)) is None
+    assert not goes_wrong(terms, waits, random.Random(0))  # where communication begins in any order, all is well
 
 
 def of_spare(frozen: int, updates: UpdateWhen) -> Trace:
@@ -234,6 +261,22 @@ def test_a_norm_waits_for_the_end_of_a_stage_that_trains_nothing() -> None:
     check(
         stuck, 0, "deadlock", r"op .*norm of .*it waits for stage 2, which waits, too\n(.*\n)*    stage 2 waits at op"
     )
+
+
+def test_the_end_of_a_backward_waits_for_every_gradient() -> None:
+    """The host is at it before the first update, and what it has not issued yet must not be what others wait for: here
+    stage 0 needs a gradient of stage 1 for what stage 1 waits for, a sum over both."""
+    trace = cut(on(model(0, 1, tied=True), "ranks", "after norm"), (0, 1))
+    whole = verify(one_f_one_b(zero2(update=True))(trace))
+    assert right(whole)
+
+    def late(ops: list[Op]) -> None:
+        send = ops.pop(index(1, Send, 0, whole))
+        ops.insert(next(at for at, op in enumerate(ops) if isinstance(op, Update)) + 1, send)
+
+    stuck = edited(1, late, whole)
+    assert refusal(stuck).rule == "deadlock"
+    assert not right(stuck)
 
 
 def test_halves_fit() -> None:

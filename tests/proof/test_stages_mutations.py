@@ -2,8 +2,8 @@
 
 Changes of rows of actions, with gathers, reductions and messages among them: each action left out, each two neighbours
 exchanged. Changes of programs: ops of one stage dropped, doubled, moved, swapped, added or edited. Random ones of steps
-with what is seldom there (`odd_step_of`), 10,000 of them. The judge is `reference.right`, which runs all stages on
-symbols and knows no rules. By default a sample; SCHEDULE_MUTANTS=all tries every one.
+with what is seldom there (`step_of`), 10,000 of them. The judge is `overlapped.right`, which runs all stages
+and knows no rules. By default a sample; SCHEDULE_MUTANTS=all tries every one.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.harness.marks import by_day
 from tests.interop.test_actions import FAMILIES, rows_of, trace_for
 from tests.pipelines.orders import ORDERS, homes
 from tests.program.traces import cut, model, on
-from tests.proof.changed import a_pipeline, any_change, odd_step_of
+from tests.proof.changed import a_pipeline
 from tests.proof.mutants import mutants
-from tests.proof.stages_reference import right
+from tests.proof.overlapped import right
 from tests.schedules.cases import EVERY
 from yafsdp_fn.interop.actions import written
 from yafsdp_fn.pipelines.orders import FACTORIES, one_f_one_b_calls
@@ -171,7 +171,7 @@ def test_no_wrong_pipeline_of_an_odd_step_is_accepted(seed: int) -> None:
     rng = random.Random(seed)
     verdicts = Counter[str]()
     while sum(verdicts.values()) < (10000 if EVERY else 60) // SEEDS:
-        pipeline = a_pipeline(rng, odd_step_of, any_change, 1)
+        pipeline = a_pipeline(rng, 1)
         if pipeline is not None:
             judged(lambda made=pipeline: made, verdicts, rng.randrange(2**32))
     shown(f"odd steps, seed {seed}", verdicts)

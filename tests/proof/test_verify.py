@@ -9,7 +9,7 @@ import pytest
 import yafsdp_fn as ya
 from tests.program.traces import cut, model, on, trace_of, unit
 from tests.proof.listed import Edit, begin, check, drop, listed, move, put, refusal, replace
-from tests.proof.reference import right
+from tests.proof.overlapped import right
 from yafsdp_fn.schedules import (
     AllReduce,
     Backward,

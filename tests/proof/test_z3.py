@@ -12,14 +12,27 @@ import pytest
 
 pytest.importorskip("z3", reason="z3-solver, of the dev extra, is not installed")
 
+from tests.program.traces import cut, model, on
 from tests.proof.changed import a_pipeline
 from tests.proof.compare_z3 import a_program, compare, different, report
-from tests.proof.overlapped import reaches, without
+from tests.proof.overlapped import account, reaches, waits_of, without
 from tests.proof.reference import SHARDED
-from tests.proof.smt import SmtProgram
-from tests.proof.z3_orders import bad_order, opinion, waits_of
+from tests.proof.z3_orders import bad_order, opinion
 from tests.schedules.cases import EVERY, SMALL, program
-from yafsdp_fn.schedules import Backward, Gather, Op, Program, Reduce, Refused, Update, verify
+from yafsdp_fn.schedules import (
+    Backward,
+    Gather,
+    Op,
+    Program,
+    Receive,
+    Reduce,
+    Refused,
+    Send,
+    Update,
+    one_f_one_b,
+    verify,
+    zero3,
+)
 
 
 @pytest.mark.nightly
@@ -44,8 +57,8 @@ def made(trace: str, schedule: str) -> Program:
 
 def test_without_a_wait_z3_finds_the_order_that_goes_wrong() -> None:
     """Of the first step's waits, each that nothing else stands in for; the second step reads what it leaves."""
-    terms = SmtProgram(made("tied", "zero3, update after norm"), SHARDED)
-    waits = waits_of(terms)
+    terms = account(made("tied", "zero3, update after norm"), SHARDED)
+    waits = waits_of(terms.events)
     assert bad_order(terms, waits) is None
     needed = [
         (at, wait)
@@ -58,8 +71,29 @@ def test_without_a_wait_z3_finds_the_order_that_goes_wrong() -> None:
         assert bad_order(terms, without(waits, pair)) is not None, [terms.events[at] for at in pair]
 
 
+def test_without_a_wait_for_a_message_z3_finds_it_too() -> None:
+    """Of the first step's waits each that is of messages; the second step reads what it leaves."""
+    pipeline = verify(one_f_one_b(zero3())(cut(on(model(0, 2), "ranks"), (0, 1))))
+    joint = account(pipeline, SHARDED)
+    waits = waits_of(joint.events)
+    assert bad_order(joint, waits) is None
+    needed = [
+        (at, wait)
+        for at, found in enumerate(waits)
+        for wait in found
+        if joint.events[at].step == 0
+        and any(isinstance(joint.events[event].op, Send | Receive) for event in (at, wait))
+    ]
+    assert len(needed) == 10
+    for pair in needed:
+        found = bad_order(joint, without(waits, pair))
+        assert found is not None
+        assert found[0].what == "it takes something else than what is for it"
+        assert found[1][0].startswith("stage ")
+
+
 def test_an_order_is_told_in_words() -> None:
-    terms = SmtProgram(made("two units", "zero3"), SHARDED)
+    terms = account(made("two units", "zero3"), SHARDED)
     found = bad_order(terms, [[] for _ in terms.events])
     assert found is not None
     wrong, order = found
@@ -74,7 +108,8 @@ def test_an_order_is_told_in_words() -> None:
     ("trace", "schedule", "kind", "says"),
     [
         ("tied", "zero3", Gather, "it reads no "),
-        ("two units", "zero3", Reduce, "the gradient of "),
+        ("tied", "zero2", Reduce, "there is no ('grad slot'"),
+        ("two microbatches", "zero3", Reduce, "the gradient of "),
         ("one unit", "zero3", Backward, "the loss goes on"),
         ("one unit", "zero3, update after norm", Update, "no optimizer"),
         ("a unit that is never visited", "zero3, update after norm", Update, "is not updated once a step"),

@@ -1,10 +1,10 @@
-"""What `verify` says of a program, beside `reference.right`, which executes it on symbols and knows no rules."""
+"""What `verify` says of a program, beside `overlapped.right`, which executes it and knows no rules."""
 
 from __future__ import annotations
 
 from collections import Counter
 
-from tests.proof.reference import right
+from tests.proof.overlapped import right
 from yafsdp_fn.schedules import Program, Refused, verify
 
 RULES = {

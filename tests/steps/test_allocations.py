@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
 from tests.harness.histories import BUILDERS
+from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import by_autograd
 from tests.harness.pool import on_ranks
@@ -154,11 +155,12 @@ WAYS: dict[str, Way] = {
 """Mesh, builder, precision, microbatches, updates."""
 
 CASES = [(1, way) for way in list(WAYS)[:5]] + [(2, way) for way in list(WAYS)[:8]] + [(4, "hsdp"), (4, "hpz")]
+BY_NIGHT = ("zero2", "zero1", "resident")
 
 
 @pytest.mark.sampled
 @on_ranks()
-@pytest.mark.parametrize(("world", "way"), CASES)
+@pytest.mark.parametrize(("world", "way"), [nightly(*case) if case[1] in BY_NIGHT else case for case in CASES])
 def test_only_fresh_gradients_of_one_block_are_allocated(mesh: Any, way: str) -> None:
     """With the optimizer after the program, and in it."""
     kind, builder, precision, parts, updates = WAYS[way]

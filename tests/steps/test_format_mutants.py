@@ -406,7 +406,7 @@ def all_seen(of_ranks: Sequence[Sequence[Outcome]]) -> None:
     assert len(struck) > 1
 
 
-@pytest.mark.parametrize(("world", "numbers"), some((1, 15), (2, 20)))
+@pytest.mark.parametrize(("world", "numbers"), some((1, 8), (2, 10)))
 def test_every_fault_is_seen(pools: dict[int, Pool], world: int, numbers: range) -> None:
     all_seen(pools[world].run(damaged_executions, numbers))
 

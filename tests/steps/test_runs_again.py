@@ -17,6 +17,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.groups import breakable_stages, outcome
+from tests.harness.marks import by_day
 from tests.harness.pool import on_ranks
 from tests.harness.small import batch, block, embed, head, loss, model, with_block, with_ends
 
@@ -211,7 +212,7 @@ LATER_IN_STAGES = {
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", LATER_IN_STAGES)
+@pytest.mark.parametrize("what", by_day(LATER_IN_STAGES, "no_grad", "two segments", "leaves"))
 def test_later_steps_of_stages_look_again(_: Any, what: str) -> None:
     """Each stage has the whole loss, and says so itself, or is told by the one that does."""
     mesh = breakable_stages(2)

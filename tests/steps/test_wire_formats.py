@@ -73,7 +73,7 @@ def test_at_one_rank_what_is_reduced_alone_passes_too(pools: dict[int, Pool]) ->
     crossed(pools, on_a_rank, "1 shard", "plain", "reductions", 1, "slots")
 
 
-@pytest.mark.parametrize("where", [nightly("1 shard"), "2 shard", nightly("3 shard"), "4 nodes"])
+@pytest.mark.parametrize("where", [nightly("1 shard"), "2 shard", nightly("3 shard"), nightly("4 nodes")])
 def test_what_is_rounded_stochastically_is_that_of_the_plain_loop(pools: dict[int, Pool], where: str) -> None:
     crossed(pools, on_a_rank, where, "plain", "stochastic", 3, "slots")
 
