@@ -55,7 +55,7 @@ def logged(runs: Runs, name: str, module: str, page: str, *more: str, **words: A
     seen, own = runs.folder / "seen", runs.folder / "mine.py"
     text = module.format(seen=str(seen), **words)
     made = f"import sys, types\nsys.modules[{name!r}] = it = types.ModuleType({name!r})\nexec({text!r}, vars(it))"
-    own.write_text(f"{made}\n{page}")
+    own.write_text(f"{made}\n{page}\ndel sys.modules[{name!r}]")  # other tests run in the same process
     ranks = runs.fine(2, *more, "--log", f"{own}:log")
     begun, *told = map(json.loads, seen.read_text().splitlines())
     return ranks, begun, told
