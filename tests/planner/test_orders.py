@@ -60,16 +60,16 @@ def test_what_is_found(v: bool, memory: int) -> None:
     calls = calls_of(ROW._replace(stages=4, microbatches=6), split)
     start = (orders.v_shaped_calls if v else orders.zero_bubble_calls)(split, 6)
     search = Search(calls, memory, starts=[start])
-    search.run(400)
-    assert search.moves == 400
+    search.run(100)
+    assert search.moves == 100
     run, (program, _) = evaluate(calls, search.rows), simulated(calls, split, search.rows)
     assert run.seconds == search.seconds <= evaluate(calls, start).seconds * (1 + 1e-9)
     assert bound(*trace_of(calls, split)).seconds <= search.seconds * (1 + 1e-9)
     assert max(run.memory) <= memory * (1 + 1e-6)
     assert type(program).from_json(program.to_json()) == program
     same = Search(calls, memory, starts=[start])
-    same.run(150)
-    same.run(250)
+    same.run(40)
+    same.run(60)
     assert same.rows == search.rows
 
 

@@ -177,6 +177,7 @@ class NumberedCalls:
         """Runs rows. Raises ValueError where calls wait for each other."""
         ends = self.no_ends()
         self.causes = [NONE] * len(self.calls)
+        begins = [0.0] * len(rows)
         clock = [0.0] * len(rows)
         begun = [0] * len(rows)
         waiting: dict[int, int] = {}  # call -> the stage that waits for it
@@ -196,6 +197,8 @@ class NumberedCalls:
                     self.causes[number] = self.sources[number]
                 elif at:
                     self.causes[number] = row[at - 1]
+                if at == 0:
+                    begins[stage] = now
                 now += self.seconds[number]
                 ends[number] = now
                 begun[stage] = at + 1
@@ -204,8 +207,7 @@ class NumberedCalls:
             clock[stage] = now
         if waiting:
             raise ValueError(f"the calls wait for each other: stage {next(iter(waiting.values()))} for ever")
-        begins = tuple(ends[row[0]] - self.seconds[row[0]] for row in rows)
-        return OrderRun(max(clock), tuple(map(self.memory, rows)), begins, tuple(clock))
+        return OrderRun(max(clock), tuple(map(self.memory, rows)), tuple(begins), tuple(clock))
 
     def memory(self, row: Sequence[int]) -> float:
         """Returns the most that the calls of a row hold at once."""
@@ -322,7 +324,7 @@ class Search:
         every = itertools.product(KINDS, range(len(calls.homes)), range(calls.microbatches))
         self._numbered = NumberedCalls(calls, itertools.starmap(Call, every))
         self._rows: list[list[int]] = []  # the best ones, by numbers
-        self._path: list[tuple[int, int]] = []  # the critical one of these: stages and places
+        self._path: list[int] = []  # the critical one of these
         self._random = random.Random(seed)
         self._first = iter([self._usual(ahead) for ahead in AHEAD])
         self._best = self._usual(1.0)  # the preferences of the best list, and its seconds
@@ -361,7 +363,7 @@ class Search:
         if seconds <= self.seconds:
             self.seconds = seconds
             self._rows = rows
-            self._path = self._critical_path(rows[lengths.index(seconds)][-1])
+            self._path = self._waited_for(rows[lengths.index(seconds)][-1])
         return seconds
 
     # ---- lists
@@ -401,9 +403,11 @@ class Search:
         another half of its pass or another microbatch of its kind and segment."""
         if not self._rows:
             return
-        stage, at = self._random.choice(self._path)
+        moved = self._random.choice(self._path)
+        call = self._numbered.calls[moved]
+        stage = self.calls.homes[call.segment]
         row = self._rows[stage]
-        call = self._numbered.calls[row[at]]
+        at = row.index(moved)
         to = at + self._random.choice(LATER if call.kind == "weights" else NEARBY)
         to = min(max(to, 0), len(row) - 1)
         passed = row[to:at] if to < at else row[at + 1 : to + 1]
@@ -416,13 +420,11 @@ class Search:
             shifted.insert(to, shifted.pop(at))
             self._offer([*self._rows[:stage], shifted, *self._rows[stage + 1 :]])
 
-    def _critical_path(self, last: int) -> list[tuple[int, int]]:
-        """Returns the calls for which `last` waited in the last run, which was of the best rows, as stages and
-        places."""
-        places = {number: (stage, at) for stage, row in enumerate(self._rows) for at, number in enumerate(row)}
-        path: list[tuple[int, int]] = []
+    def _waited_for(self, last: int) -> list[int]:
+        """Returns the calls for which `last` waited in the last run, one for the other, and itself."""
+        path: list[int] = []
         while last != NONE:
-            path.append(places[last])
+            path.append(last)
             last = self._numbered.causes[last]
         return path
 

@@ -274,29 +274,21 @@ class Synthesis:
             if found.seconds < self.outcome.seconds:
                 self.best = design
                 self.outcome = found
-        if rows:
-            self._leave_room(candidate, configs, rows, found, same=same, better=better)
+        if rows and better and not same:
+            self._search(candidate, self._room(candidate, configs, rows, found.peaks))
+        elif rows and same and found.peaks and math.isinf(found.seconds):
+            # it does not fit: orders of the same configurations have less room
+            room = self._room(candidate, configs, rows, found.peaks)
+            self._search(candidate, [min(old, 0.999 * new) for old, new in zip(candidate.room, room, strict=True)])
         return found.seconds
 
-    def _leave_room(
-        self,
-        candidate: Candidate,
-        configs: tuple[StageConfig, ...],
-        rows: Rows,
-        found: Outcome,
-        *,
-        same: bool,
-        better: bool,
-    ) -> None:
-        """Begins a search for orders of other configurations, in the room that they leave. A program that does not fit
-        leaves the orders of the same ones less room on its stages."""
+    def _room(
+        self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: Rows, peaks: Sequence[int]
+    ) -> list[float]:
+        """Returns the memory that calls may fill on each stage: what they hold in a program with these peaks, and what
+        that leaves of the budget."""
         held = evaluate(self._calls(candidate.whole, configs), rows).memory
-        room = [max(1.0, mine + self.budget - peak) for mine, peak in zip(held, found.peaks, strict=False)]
-        if better and (not same or candidate.search is None):
-            self._search(candidate, room)
-        elif not better and same and math.isinf(found.seconds) and room and candidate.search is not None:
-            less = [min(old, 0.999 * new) for old, new in zip(candidate.room, room, strict=True)]
-            self._search(candidate, less)
+        return [max(1.0, mine + self.budget - peak) for mine, peak in zip(held, peaks, strict=True)]
 
     def _search(self, candidate: Candidate, room: Sequence[float]) -> None:
         """Begins a search for orders of the candidate's configurations within `room`."""
