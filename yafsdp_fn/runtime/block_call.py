@@ -7,6 +7,7 @@ taken out, so that autograd sees flat tensors, and put back when the block runs:
 path (pure.py). Then, what runs such calls one after the other: `VisitRunner`, a session or a recording.
 """
 
+import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -43,22 +44,19 @@ from yafsdp_fn.util.torch_private import transforms_active
 # ---- The weights of a visit.
 
 
-class Rows:
-    """The layers of a handle. groups: that they share; columns: shards by unit, which the pure path keeps here"""
-
-    def __init__(self, handle: Sharded) -> None:
-        self.handle = handle
-        self.groups = handle.groups
-        self.columns: dict[int, Tensor] | None = None
-
-
+@dataclasses.dataclass(slots=True, eq=False, repr=False)
 class HandleWeights:
-    """The weights of one visit to a handle. units: ids, one for each group of its rows"""
+    """The weights of one visit to a handle.
 
-    __slots__ = ("handle", "layer", "rows", "units")
+    groups: of the handle; units: ids, one for each of them
+    columns: shards by unit, which the pure path keeps here, for all layers of the handle
+    """
 
-    def __init__(self, rows: Rows, layer: int, units: tuple[int, ...]) -> None:
-        self.rows, self.handle, self.layer, self.units = rows, rows.handle, layer, units
+    handle: Sharded
+    groups: list[Group]
+    columns: dict[int, Tensor]
+    layer: int
+    units: tuple[int, ...]
 
     def weights(self, by_unit: Mapping[int, Sequence[Tensor]]) -> Tree:
         """Builds the block's weights from the leaves of each unit. A pinned unit gives a slice, under autograd: its
@@ -67,16 +65,17 @@ class HandleWeights:
         if len(entry.groups) == 1 and not entry.groups[0].pinned:  # all that it usually is
             return entry.spec.unflatten(by_unit[self.units[0]])
         leaves: dict[str, Sequence[Tensor]] = {}
-        for unit, group in zip(self.units, self.rows.groups, strict=True):
+        for unit, group in zip(self.units, self.groups, strict=True):
             leaves[group.name] = group.of_layer(by_unit[unit], self.layer)
         return entry.unflatten(leaves)
 
 
 def rows_of(handle: Sharded) -> list[HandleWeights]:
     """Returns the weights of each layer, for the visits of one scan; of one visit, if the handle is no stack."""
-    rows, layers = Rows(handle), handle.entry.length or 1
-    columns = [group.units * layers if group.pinned else group.units for group in rows.groups]
-    return [HandleWeights(rows, layer, units) for layer, units in enumerate(zip(*columns, strict=True))]
+    groups, layers = handle.groups, handle.entry.length or 1
+    by_group = [group.units * layers if group.pinned else group.units for group in groups]
+    columns: dict[int, Tensor] = {}
+    return [HandleWeights(handle, groups, columns, *of) for of in enumerate(zip(*by_group, strict=True))]
 
 
 ARGUMENT: Any = object()
@@ -202,7 +201,7 @@ class BlockCall(TensorCall):
         for leaf in leaves:
             if isinstance(leaf, HandleWeights):
                 self.rows.append(leaf)
-                for unit, group in zip(leaf.units, leaf.rows.groups, strict=True):
+                for unit, group in zip(leaf.units, leaf.groups, strict=True):
                     self.of_unit.setdefault(unit, (group, leaf))
         self.units = tuple(self.of_unit)
         ranks = self.rows[0].handle.context.origin.owner.comms

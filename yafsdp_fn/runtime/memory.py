@@ -22,6 +22,7 @@ from yafsdp_fn.communication.groups import mesh_axes
 from yafsdp_fn.communication.streams import Event, Scoreboard
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.precision import Precision
+from yafsdp_fn.params.sharded import Origin, placed
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.program.ops import Buffer
 from yafsdp_fn.program.split import Assignment
@@ -159,7 +160,8 @@ class StateMemory(Placement[Communicators]):
 
     def params(self, seed: int, step: int) -> Tree:
         """Returns the user's container with a handle per entry on the masters."""
-        return self.handles(self.master.tensors, seed, step)
+        # as `handles` does, on the way of every step: no further file
+        return placed(self.layout, self.master.tensors, Origin(self, self.generation, seed, step))
 
     def masters(self) -> list[Tensor]:
         """This rank's shards, by group."""

@@ -16,7 +16,7 @@ from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, destinati
 from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
-from yafsdp_fn.runtime.block_call import BlockCall, Rows
+from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights
 from yafsdp_fn.runtime.graph_walks import OF_VISIT, TensorWatch
 from yafsdp_fn.runtime.memory import ALL, address_of, content
 from yafsdp_fn.runtime.recompute import differentiated
@@ -275,7 +275,7 @@ def _check_derivatives(call: BlockCall, comms: Ranks) -> None:
             raise errors.closed_over(call.name)
     if comms.stages > 1:
         for row in call.rows:
-            _check_rows(row.rows)  # the better error for a part of a stack
+            _check_rows(row)  # the better error for a part of a stack
         raise RuntimeError(f"{call.name}: {ELSEWHERE}")
 
 
@@ -318,12 +318,11 @@ def _shards(call: BlockCall) -> list[Tensor]:
     for unit, (group, row) in call.of_unit.items():
         comms = row.handle.check().owner.comms
         n = group.shard_numel(comms)
-        rows = row.rows
-        if rows.columns is None:
-            rows.columns = _columns(rows)
-        shard = rows.columns.get(unit)
+        if not row.columns:
+            row.columns.update(_columns(row))
+        shard = row.columns.get(unit)
         if shard is None:  # another stage has it
-            shard = rows.handle.leaves[rows.groups.index(group)].new_empty(n)
+            shard = row.handle.leaves[row.groups.index(group)].new_empty(n)
         if comms.stages > 1:
             shard = comms.from_stage(shard, group.home(group.units.index(unit)))
         if not isinstance(shard, Tensor) or tuple(shard.shape) != (n,):
@@ -332,19 +331,19 @@ def _shards(call: BlockCall) -> list[Tensor]:
     return shards
 
 
-def _columns(rows: Rows) -> dict[int, Tensor]:
+def _columns(row: HandleWeights) -> dict[int, Tensor]:
     """Returns the local shards [n] of the units that are here, split once: indexing a stack layer by layer has a
     quadratic backward."""
-    _check_rows(rows)
+    _check_rows(row)
     found: dict[int, Tensor] = {}
-    for group, leaf in zip(rows.groups, rows.handle.leaves, strict=True):
+    for group, leaf in zip(row.groups, row.handle.leaves, strict=True):
         found.update(zip(group.held, leaf.unbind() if group.stacked else (leaf,), strict=False))
     return found
 
 
-def _check_rows(rows: Rows) -> None:
+def _check_rows(row: HandleWeights) -> None:
     """Raises ValueError if a leaf has not all layers that are here."""
-    handle, runner = rows.handle, rows.handle.context.runner
+    handle, runner = row.handle, row.handle.context.runner
     for number, group, leaf in handle.group_leaves():
         layers = len(group.here if runner is None else runner.leaves[number])
         if group.stacked and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):
