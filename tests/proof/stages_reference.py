@@ -111,6 +111,7 @@ class StageAccount(ProgramAccount):
 
     def __init__(self, program: Program, mode: Mode, joint: PipelineAccount) -> None:
         self.split, self.flows = joint.split, Flows(joint.split)
+        self.trains = joint.trace.trains
         self.sent: dict[int, list[tuple[int, Send, Found]]] = {}
         self.received: dict[int, list[tuple[int, Receive]]] = {}
         self.summed: dict[tuple[int, ...], list[tuple[int, int, Found]]] = {}
@@ -120,9 +121,10 @@ class StageAccount(ProgramAccount):
 
     def _steps(self) -> None:
         own = {visit for segment in self.split.of(self.stage) for visit in range(*self.split.segments[segment])}
-        forwards = Counter(c[1:3] for c in self.trace.order if c.kind == "forward")
-        if forwards != Counter(itertools.product(own, range(self.trace.microbatches))):
-            raise Stops("each microbatch goes through each segment once")
+        calls = Counter(itertools.product(own, range(self.trace.microbatches)))
+        for kinds in (("forward",), ("backward", "inputs"))[: 1 + self.trains]:
+            if calls != Counter(c[1:3] for c in self.trace.order if c.kind in kinds):
+                raise Stops("each microbatch goes through each segment once, and back")
         self.there = {("carry slot", 0, slot) for op in self.program.ops for _, slot in self.trace.messages_of(op)}
         super()._steps()
 
