@@ -164,7 +164,7 @@ def _first_state(
 ) -> ShardedState:
     """Returns a state over `memory`, with its optimizer before the first step."""
     params = memory.params(seed, step)
-    opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
+    opt_state: Tree = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
     # parameters are written in place: a state that begins with them has copies
     held = set(map(memory_key, memory.masters()))
     opt_state = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) and memory_key(x) in held else x, opt_state)

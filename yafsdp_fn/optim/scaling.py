@@ -214,8 +214,8 @@ def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformatio
         must_not_be_negative("learning_rate", learning_rate)
         return scale(-learning_rate)
 
-    def step_size(count: Tensor) -> float | Tensor:
-        rate = learning_rate(count)
+    def step_size(count: Any) -> Any:
+        rate: Any = learning_rate(count)
         if not isinstance(rate, Real | Tensor):
             raise TypeError(f"learning_rate(count) returned {shape_of(rate)}: expected a number, or a tensor of one")
         return -rate
