@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
+from tests.harness.oracle import compare
 from tests.harness.pool import on_ranks
 
 PARAMS = {"layers": ya.Stacked({"w": ya.Param((2, 4, 4))})}
@@ -257,6 +258,39 @@ def on_the_state(mesh: Any) -> Any:
 RAGGED = torch.nested.nested_tensor([torch.ones(3, 4), torch.ones(2, 4)], layout=torch.jagged)
 
 
+def ungraded(x: Any, w: Any) -> Any:
+    with torch.no_grad():
+        return x + ya.linear(x, w["w"]), None
+
+
+def in_place(updates: Any, state: Any, params: Any) -> Any:
+    optree.tree_map_(lambda leaf: leaf.mul_(0.9), params)
+    return updates, state
+
+
+def momentum_in_place(updates: Any, state: Any, params: Any) -> Any:
+    momentum = optree.tree_map(lambda kept, new: kept.mul_(0.9).add_(new), state, updates)
+    return momentum, state
+
+
+def drawing(updates: Any, state: Any, params: Any) -> Any:
+    return optree.tree_map(lambda leaf: leaf + torch.randn_like(leaf), updates), state
+
+
+def by(update: Any) -> Any:
+    return lambda params: optree.tree_map(torch.zeros_like, params), update
+
+
+def taking(tx: Any) -> Case:
+    """A step of an optimizer of one's own."""
+    return lambda mesh: ya.train_step(loss_fn, tx)(new(mesh, tx), BATCH)
+
+
+def mapped(mesh: Any) -> Any:
+    state, step = new(mesh), ya.train_step(loss_fn, TX)
+    return torch.func.vmap(lambda rows: step(state, {"x": rows})[1]["loss"])(ROWS[None])
+
+
 class Attributes:
     """A batch as an object of a user's own."""
 
@@ -267,6 +301,19 @@ class Attributes:
 HOOKED = "RuntimeError: a leaf of the parameters has a hook for its gradient, which would not be called"
 
 SILENT = {
+    "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew (.item(), "
+    "torch.tensor), computed under no_grad": stepping(
+        loss=of_block(ungraded), schedule=ya.schedules.zero3(remat="all")
+    ),
+    "TypeError: optim: tests.test_newcomers.in_place writes to the parameters in place; leave them as they": taking(
+        by(in_place)
+    ),
+    "TypeError: optim: tests.test_newcomers.momentum_in_place is marked by assume_elementwise, but it does not leave": (
+        taking(ya.optim.assume_elementwise(by(momentum_in_place)))
+    ),
+    "TypeError: optim: tests.test_newcomers.drawing draws random numbers, which are others on each rank": taking(
+        by(drawing)
+    ),
     HOOKED: stepping(loss=lambda params, batch: loss_fn(optree.tree_map_(hooked, params), batch)),
     f"{HOOKED}: gradients of visits": on_the_state,
     "RuntimeError: unshard in a loss: no gradient comes back through it. Compute with whole weights in": stepping(
@@ -377,6 +424,10 @@ SILENT = {
 }
 
 UNCLEAR = {
+    "TypeError: a training step inside torch.func (vmap, grad, ...): it writes to its state": mapped,
+    "TypeError: learning_rate(count) returned NoneType: expected a number, or a tensor of one": taking(
+        ya.optim.adamw(lambda count: None)
+    ),
     "TypeError: shard_batch: x is a sparse tensor: give it dense (x.to_dense())": cutting({"x": ROWS.to_sparse()}),
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
@@ -599,6 +650,31 @@ def test_a_sparse_tensor_may_be_in_a_batch(mesh: Any) -> None:
     step = ya.train_step(lambda params, batch: loss_fn(params, {"x": batch["x"].to_dense()}), TX)
     dense, sparse = [step(new(mesh), {"x": x})[1]["loss"].item() for x in (rows, rows.to_sparse())]
     assert dense == sparse
+
+
+@on_ranks(1, 2)
+def test_an_initializer_that_takes_no_generator_draws_alike(mesh: Any) -> None:
+    """As those of torch.nn.init do; each rank has a seed of its own."""
+    init = lambda generator, shape, dtype: torch.nn.init.xavier_uniform_(torch.empty(shape, dtype=dtype))  # noqa: E731
+    tree = {"layers": ya.Stacked({"w": ya.Param((2, 4, 4), init=init)})}
+    torch.manual_seed(mesh.get_rank())
+    whole = ya.unshard(ya.init(tree, TX, mesh=mesh).params)["layers"]["w"]
+    alone = ya.PlainState.create(tree, TX).params["layers"].tree["w"]
+    assert torch.equal(whole, alone)
+
+
+@on_ranks(1, 2)
+def test_a_state_that_begins_with_the_parameters_has_copies_of_them(mesh: Any) -> None:
+    """An optimizer that pulls weights back to where they began."""
+
+    def update(updates: Any, began: Any, params: Any) -> Any:
+        return optree.tree_map(lambda u, a, w: -0.1 * u + 0.1 * (a - w), updates, began, params), began
+
+    tx = ya.optim.assume_elementwise((lambda params: params, update))
+    step, state, alone = ya.train_step(loss_fn, tx), new(mesh, tx), ya.PlainState.create(PARAMS, tx)
+    for _ in range(3):
+        (state, _), (alone, _) = step(state, BATCH), step(alone, BATCH)
+    compare(state.params, alone.params, 1e-5, "weights")
 
 
 # ---- writes to leaves between two steps

@@ -41,6 +41,7 @@ from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
 from yafsdp_fn.runtime.whole_layers import must_be_constants
 from yafsdp_fn.util.bits import sum_of_bits
+from yafsdp_fn.util.torch_private import memory_key
 
 # ---- The verbs: a state from abstract parameters, from values, and back.
 
@@ -296,7 +297,10 @@ def _made(
 
     memory = StateMemory(layout, masters, mesh, precision, stages)
     params = memory.params(seed, step)
-    opt_state = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
+    opt_state: Tree = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
+    # parameters are written in place: a state that begins with them has copies
+    held = set(map(memory_key, memory.masters()))
+    opt_state = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) and memory_key(x) in held else x, opt_state)
     if tx is not None and memory.trained and precision.lost is not None:
         warnings.warn(precision.lost, stacklevel=5)
     return ShardedState(params, opt_state, step, seed, memory)

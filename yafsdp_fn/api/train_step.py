@@ -26,10 +26,15 @@ from yafsdp_fn.runtime.state import Measured, ShardedState, StepUpdates, must_be
 from yafsdp_fn.schedules.builders import AnySchedule
 from yafsdp_fn.util.foreign_names import with_hints
 from yafsdp_fn.util.squares import squared_norm, sum_of_squares
-from yafsdp_fn.util.torch_private import eval_frame_callback
+from yafsdp_fn.util.torch_private import eval_frame_callback, transforms_active
 
 Metrics = dict[str, Any]
 State = TypeVar("State", ShardedState, PlainState)
+
+NOT_TRANSFORMED = (
+    "a training step inside torch.func (vmap, grad, ...): it writes to its state, through which nothing is "
+    "differentiated or mapped. Transform the loss (docs/transforms.md), and take steps one after the other, in a loop"
+)
 
 
 # ---- A step: gradients, metrics, update.
@@ -52,6 +57,8 @@ class TrainStep:
     def __call__(self, state: State, batch: Tree) -> tuple[State, Metrics]:
         if callable(eval_frame_callback()):
             raise TypeError(NOT_COMPILED)
+        if transforms_active():
+            raise TypeError(NOT_TRANSFORMED)
         if isinstance(state, PlainState):
             return self._plain(state, batch)
         given = must_be_sharded(state, "train_step takes a ShardedState or a PlainState").memory
@@ -91,7 +98,7 @@ class TrainStep:
         ((total, weight), reduced), squares = combined(losses, aux, ranks, squares / replicas, own)
         squares = sum_of_squares(squares)
         dtype = losses[0].total.dtype
-        norm = (squares.sqrt() / weight).to(torch.promote_types(dtype, torch.float32))
+        norm = (squares.sqrt() / weight.abs()).to(torch.promote_types(dtype, torch.float32))
         metrics = {"loss": (total / weight).to(dtype), "grad_norm": norm}
         if self._function.has_aux:
             metrics["aux"] = reduced

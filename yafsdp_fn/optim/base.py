@@ -17,7 +17,7 @@ from yafsdp_fn.params.sharded import Origin, Sharded, handles_and_leaves, is_sha
 from yafsdp_fn.params.sources import shards_of, whole_tree
 from yafsdp_fn.params.tree import Tree, dotted, shape_of, tensors_in
 from yafsdp_fn.util.foreign_names import hint
-from yafsdp_fn.util.randomness import device_of_leaves, drawing_from, generators, states
+from yafsdp_fn.util.randomness import device_of_leaves, generators, states
 from yafsdp_fn.util.torch_private import transforms_active
 
 # ---- Tests the promise of `assume_elementwise`, once: an update of two halves must be the halves of the update.
@@ -52,30 +52,29 @@ Update = Callable[..., Any]
 class Elementwise:
     """Rule: `inner` treats every element on its own, as its author says.
 
-    tried: that has been confirmed, or cannot be tested
+    tried: that has been confirmed, or cannot be tested; writes: to its state in place, as the trial has seen
     """
 
     inner: Any
     tried: bool = dataclasses.field(default=False, compare=False, repr=False)
+    writes: bool = dataclasses.field(default=False, compare=False, repr=False)
 
     @torch.no_grad()
     def broken(self, updates: Tree, params: Tree | None) -> tuple[int, str] | None:
         """Returns the number of the first leaf for which the promise is broken, and what is not done, with {} for its
-        name. None if the promise holds, or if it cannot be tested: fake tensors, or an update that draws random
-        numbers, looks at more than its arguments, or needs all ranks."""
+        name. None if the promise holds, or if it cannot be tested: fake tensors, or an update that looks at more than
+        its arguments, or needs all ranks."""
         leaves = tensors_in(updates)
         if self.tried or transforms_active() or any(isinstance(leaf, FakeTensor) for leaf in leaves):
             return None
-        before = states(generators(device_of_leaves(updates)))
         found = None
-        with drawing_from(before):
-            with suppress(Exception):  # other shapes may be refused; errors of the update itself show in the step
-                found = _difference(*(self._run(updates, params, ranks, _drawn) for ranks in RANKS))
-                found = found or _filled(self._run(updates, params, RANKS[0], _zeros))
-            after = states(generator for generator, _ in before)
-        drew = any(not torch.equal(one, two) for (_, one), (_, two) in zip(before, after, strict=True))
-        self.tried = found is None or drew
-        return None if found is None or drew else (found[0] % len(leaves), found[1])
+        with suppress(Exception):  # other shapes may be refused; errors of the update itself show in the step
+            found = _difference(*(self._run(updates, params, ranks, _drawn) for ranks in RANKS))
+            found = found or _filled(self._run(updates, params, RANKS[0], _zeros))
+        if self.writes:
+            found = 0, WRITES
+        self.tried = found is None
+        return None if found is None else (found[0] % len(leaves), found[1])
 
     def _run(
         self, updates: Tree, params: Tree | None, ranks: SingleUnitOwner, made: Callable[..., Tree]
@@ -85,9 +84,23 @@ class Elementwise:
         state = self.inner.init(made(updates, 0, ranks) if own is None else own)
         out: list[Tensor] = []
         for step in range(STEPS):
-            new, state = self.inner.update(made(updates, 1 + step, ranks), state, own)
+            versions = _versions(state)
+            new, after = self.inner.update(made(updates, 1 + step, ranks), state, own)
+            self.writes |= _versions(state) != versions
+            state = after
             out += optree.tree_structure(updates).flatten_up_to(new)  # type: ignore[arg-type]
         return out
+
+
+WRITES = (
+    "leave its state as it is, but writes there in place, where a step that is skipped keeps the old values. Return "
+    "new tensors"
+)
+
+
+def _versions(tree: Tree) -> list[int]:
+    """Returns the versions of the tensors in a tree, which writes in place count."""
+    return [tensor._version for tensor in tensors_in(tree)]
 
 
 def _drawn(tree: Tree, seed: int, ranks: SingleUnitOwner) -> Tree:
@@ -238,14 +251,27 @@ class WholeTrees:
 
 
 def checked_update(tx: GradientTransformation, updates: Tree, state: State, params: Tree | None) -> tuple[Tree, State]:
-    """Returns `tx.update(updates, state, params)`. Raises TypeError, naming `tx`, for a result that is not a pair, for
-    updates unlike those given (another shape would be broadcast, in shards to other values than in whole leaves), and
-    in its first step if it breaks the promise of `assume_elementwise`.
+    """Returns `tx.update(updates, state, params)`. Raises TypeError, naming `tx`, for writes to `params` in place, for
+    random numbers that it draws from torch's default generators, for a result that is not a pair, for updates unlike
+    those given (another shape would be broadcast, in shards to other values than in whole leaves), and in its first
+    step if it breaks the promise of `assume_elementwise`.
 
     >>> ya.optim.checked_update(ya.optim.sgd(0.1), {"w": g}, ya.optim.sgd(0.1).init({"w": w}), {"w": w})[0]
     {'w': tensor([-0.3000,  0.4000])}
     """
+    versions = _versions(params)
+    before = states(generators(device_of_leaves(updates)))
     pair = tx.update(updates, state, params)
+    if _versions(params) != versions:
+        raise TypeError(
+            f"optim: {name(tx)} writes to the parameters in place; leave them as they are: they change by the updates "
+            "that it returns, unless the step is skipped"
+        )
+    if any(not torch.equal(generator.get_state(), drawn) for generator, drawn in before):
+        raise TypeError(
+            f"optim: {name(tx)} draws random numbers, which are others on each rank, so that replicas would differ. "
+            "Take ya.normal_like(seed, updates) with a seed of the step's number, and declare nothing"
+        )
     several = isinstance(pair, tuple | list)
     if not several or len(pair) != 2:
         got = f"a {type(pair).__name__} of {len(pair)}" if several else shape_of(pair)
@@ -328,8 +354,8 @@ def assume_elementwise(tx: Any) -> GradientTransformation:
     promise, since a flat shard cuts through leaves; so does reading the shape of a leaf. So does an update that is not
     zero where gradients and parameters are, since it would fill the padding of shards, which norms count. In its first
     step the update is tried on two halves of a few random numbers, and on zeros, and refused with a TypeError if it
-    breaks the promise. That does not find a dependence on the number of axes. Updates are not tried if they draw random
-    numbers, or accept only the shapes of the step. An update that depends on the position of its elements (noise from
+    breaks the promise. That does not find a dependence on the number of axes. Updates are not tried if they accept only
+    the shapes of the step. An update that depends on the position of its elements (noise from
     `ya.normal_like`) breaks the promise if units take their steps one by one.
 
     >>> def sign(updates, state, params=None):

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import optree
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from yafsdp_fn.optim.base import GradientTransformation, State, must_not_be_negative, new_count, scaled, stateless
 from yafsdp_fn.params.algebra import global_norm
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, shape_of
 
 # ---- Learning-rate schedules, `count -> value`, by their Optax names.
 #
@@ -212,7 +213,14 @@ def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformatio
             raise TypeError(f"learning_rate={learning_rate!r}: expected a number, or a function of the count")
         must_not_be_negative("learning_rate", learning_rate)
         return scale(-learning_rate)
-    return scale_by_schedule(lambda count: -learning_rate(count))
+
+    def step_size(count: Any) -> Any:
+        rate: Any = learning_rate(count)
+        if not isinstance(rate, Real | Tensor):
+            raise TypeError(f"learning_rate(count) returned {shape_of(rate)}: expected a number, or a tensor of one")
+        return -rate
+
+    return scale_by_schedule(step_size)
 
 
 # ---- Clipping by the global norm: `u * max_norm / max(norm, max_norm)`.

@@ -16,6 +16,7 @@ from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import Frozen, without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, no_leaf, settle, shape_of, stacked
+from yafsdp_fn.util.randomness import seeded
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #
@@ -111,8 +112,10 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
             return leaf.detach() if layer is None else leaf.detach()[layer]
         shape = leaf.shape if layer is None else leaf.shape[1:]
         if isinstance(leaf, Param):
+            generator = leaf_generator(seed, path, layer, device)
             try:
-                value: Tensor = leaf.init(leaf_generator(seed, path, layer, device), shape, leaf.dtype)
+                with seeded(generator.initial_seed(), device):  # for one that draws from torch's own generators
+                    value: Tensor = leaf.init(generator, shape, leaf.dtype)
             except Exception as error:
                 error.add_note(INITIALIZER.format(path))
                 raise

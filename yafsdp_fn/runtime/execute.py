@@ -70,7 +70,8 @@ class Session(VisitRunner):
 
     grads: gradient shards, None if no unit is trained; touched: units whose gradient shard has been written
     watch: look for tensors that reach blocks from outside, and for blocks that return other values when they run again:
-        in steps 0, 1, 2, 4, 8 and so on, since a loss may change as it goes on
+        in steps 0, 1, 2, 4, 8 and so on, since a loss may change as it goes on; derived: a gradient has come to a
+        block that has a graph
 
     Its hooks (protocols.py): observer: is told of every op, and when it ran; updates: the optimizer; activations: makes
         the content of the carry slots of a slot set, from the memory and the number of the set
@@ -93,6 +94,7 @@ class Session(VisitRunner):
         self.verified, self.grads, self.observer, self.updates = verified, grads, observer, updates
         runs = verified.runs
         self.watch = differentiates and runs & (runs - 1) == 0
+        self.derived = False
         self.compared = SAMPLES if self.watch else 0
         cuda = memory.comms.device.type == "cuda"
         self._compute_stream = torch.cuda.current_stream(memory.comms.device) if cuda else None
@@ -357,11 +359,14 @@ class Session(VisitRunner):
                 continue
             # backward
             self.begin(Call("backward", 0, microbatch))
-            grads = iter(self.gradients(loss, microbatch, roots, [*leaves, *arguments.plain]))
-            add_to(leaf_grads, grads)
-            add_to(results.grads, grads)
+            grads = self.gradients(loss, microbatch, roots, [*leaves, *arguments.plain])
+            if self.watch and not self.derived and all(grad is None for grad in grads):
+                raise ValueError(INDEPENDENT)  # blocks without grad, where visits that recompute hid it
+            found = iter(grads)
+            add_to(leaf_grads, found)
+            add_to(results.grads, found)
             self.end()
-            del roots, grads  # a graph that is done needs no memory in the next forward
+            del roots, grads, found  # a graph that is done needs no memory in the next forward
         found = iter(leaf_grads)
         self.end_backward([next(found) if leaf.requires_grad else None for leaf in self.leaves])
         return results

@@ -101,6 +101,8 @@ class RecomputedVisit(Running):
         run = AutogradRun()
         self.target.open(grad_targets_of(trained), run)
         found = differentiated(run, outs, grads, wanted)
+        if run.number is not None:
+            self.session.derived = True
         self.target.close(found[len(inputs) :])
         return found[: len(inputs)]
 

@@ -296,6 +296,8 @@ class _Close(SingleLevelFunction):  # type: ignore[misc]
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         running: KeptVisit = ctx.closes
         running.begin_backward()
+        if running.session.watch and any(grad is not None for grad in grads):
+            running.session.derived = True
         run = AutogradRun()
         run.number = graph_task_id()
         running.target.open(running.targets, run)
