@@ -156,9 +156,12 @@ class NumberedCalls:
         }
         for call in self.calls:
             segment = graph.source(call)
-            crosses = segment is not None and graph.homes[segment] != graph.homes[call.segment]
-            output = (call.kind == "forward", segment, call.microbatch)
-            self.sources.append(NONE if segment is None else outputs.get(output, ABSENT))
+            source = NONE
+            crosses = False
+            if segment is not None:
+                source = outputs.get((call.kind == "forward", segment, call.microbatch), ABSENT)
+                crosses = graph.homes[segment] != graph.homes[call.segment]
+            self.sources.append(source)
             self.delays.append(graph.message * crosses)
 
     def rows_of(self, rows: Rows) -> list[list[int]]:
