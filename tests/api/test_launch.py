@@ -34,7 +34,7 @@ def test_in_a_process_of_its_own() -> None:
     status, said = forked.run(
         [*command, "-k", "not process_of_its", __file__], env=os.environ | {ALONE: "1"}, cwd=ROOT, timeout=800
     )
-    assert status == 0 and "12 passed" in said, said
+    assert status == 0 and "13 passed" in said, said
 
 
 def train(rows: torch.Tensor) -> dict[str, Any]:
@@ -61,6 +61,21 @@ def test_two_ranks_train_as_one_does_beside_a_group_that_is_here(capsys: pytest.
     assert torch.equal(both[0]["losses"], both[1]["losses"])
     assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
     assert dist.is_initialized() and here.size() == 1 and "RANK" not in os.environ
+
+
+@alone
+def test_a_state_of_the_process_that_launches_is_refused_in_steps() -> None:
+    """Each rank would train a copy of its own."""
+    state = ya.init({"w": ya.Param((4, 4))}, ya.optim.sgd(0.1), mesh=ya.mesh(device="cpu"))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return ya.apply(lambda w, x: (x @ w["w"]).sum(), params, x)
+
+    step = ya.train_step(loss, ya.optim.sgd(0.1))
+    for ranks in (1, 2):
+        with pytest.raises(ya.errors.RankFailed, match="Make mesh and state in the launched function"):
+            ya.launch(lambda: step(state, torch.ones(2, 4)), ranks=ranks)
+    step(state, torch.ones(2, 4))
 
 
 def one_raises() -> None:

@@ -253,9 +253,11 @@ def decoding_parts(
     yield from real(format, given, ranks, dtype)
 
 
-def gathering(real: Any, fault: Fault, comms: Any, fulls: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
+def gathering(
+    real: Any, fault: Fault, comms: Any, fulls: Sequence[Tensor], shards: Sequence[Tensor], **how: Any
+) -> None:
     before = [full.clone() for full in fulls]
-    real(comms, fulls, shards)
+    real(comms, fulls, shards, **how)
     if not fault.here():
         return
     at = fault.rng.randrange(len(fulls))

@@ -149,6 +149,7 @@ class StepFunction:
             raise ValueError(NOT_FROM_PLAIN)
         with torch.inference_mode(False):  # slots made under it could never be trained with
             comms.check()
+            comms.must_be_of_this_process()
             # the program
             verified = self._known_program(arguments, memory, shards, seed)
             # its session

@@ -14,6 +14,7 @@ Every rank issues in one total order over all streams.
 """
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -42,12 +43,14 @@ class OrderedGroups(Groups):
     event: creates an event of any stream, the compute stream included
     steps: the running steps, for the watchdog
     states: numbers for the states on this mesh; unread: see params/one_state.py
+    process: in which the mesh was made
     """
 
     unread: Any = None
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
+        self.process = os.getpid()
         self.steps = Steps()
         self.states = itertools.count(1)
         self.watchdog: Watchdog | None = None
@@ -177,6 +180,14 @@ class OrderedGroups(Groups):
     def lost(self) -> str | None:
         """Returns why the communicators can no longer be used, None if they can."""
         return self.steps.lost  # which those of split units share
+
+    def must_be_of_this_process(self) -> None:
+        """Raises RuntimeError in a fork of the process that made the mesh, which would train a copy of its own."""
+        if self.process != os.getpid():
+            raise RuntimeError(
+                "the state is on a mesh of the process that was forked (by ya.launch, say): each rank would go on "
+                "with a copy of its own, without the gradients of others. Make mesh and state in the launched function"
+            )
 
     def check(self) -> None:
         """Raises CommunicationError if an earlier failure left the communicators out of step."""

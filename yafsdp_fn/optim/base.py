@@ -260,7 +260,8 @@ def checked_update(tx: GradientTransformation, updates: Tree, state: State, para
     {'w': tensor([-0.3000,  0.4000])}
     """
     versions = _versions(params)
-    before = states(generators(device_of_leaves(updates)))
+    fake = any(isinstance(leaf, FakeTensor) for leaf in tensors_in(updates))
+    before = [] if fake else states(generators(device_of_leaves(updates)))
     pair = tx.update(updates, state, params)
     if _versions(params) != versions:
         raise TypeError(

@@ -80,7 +80,11 @@ def map_whole_layers(f: Callable[..., Tree], stack: Tree, *rest: Tree) -> Tree:
             raise TypeError(
                 f"map_whole_layers over {tree.entry.name or 'params'!r}, which is not Stacked: use ya.apply"
             )
-        if tree.owner is not stack.owner or tree.entry.length != stack.entry.length:
+        memory = tree.owner
+        if not isinstance(memory, StateMemory):
+            name = tree.entry.name
+            raise TypeError(f"map_whole_layers: {name!r} has no whole layers here: {memory.why_not_whole()}")
+        if memory is not stack.owner or tree.entry.length != stack.entry.length:
             what = f"{tree.entry.name!r} is not of the same state and length as {stack.entry.name!r}"
             raise ValueError(f"map_whole_layers: {what}")
     lengths, layers = zip(*map(_layers, trees), strict=True)
@@ -119,8 +123,7 @@ def _must_be_stack(tree: Tree) -> None:
 def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[int], Tree]]) -> Tree:
     """Returns a stack like `stack` where `f` returns trees like a layer; else its results, stacked."""
     memory, name = stack.owner, stack.entry.name
-    if not isinstance(memory, StateMemory):
-        raise TypeError(f"map_whole_layers: {name!r} has no whole layers here: {memory.why_not_whole()}")
+    assert isinstance(memory, StateMemory)
     groups = stack.groups
     shards: list[Tensor] = []  # of the new stack, if it is one
     pinned: dict[int, list[list[Tensor]]] = {}  # leaves of every layer that share a unit, by group
