@@ -198,5 +198,5 @@ def test_memory_is_shared_by_size_and_filled() -> None:
 @pytest.mark.nightly
 def test_cuts_take_turns_and_calls_move() -> None:
     """Two cases of docs/synthesis.md: one cut whose orders were lists alone saved 2.9% and 3.6%."""
-    assert saved(STAGES, "a100-80g", 40, 1, stages=8) > 0.05
-    assert saved(LONGER, "a100-80g", 14, 2, stages=8) > 0.08
+    assert saved(STAGES, "a100-80g", 40, 1, stages=8) > 0.045
+    assert saved(LONGER, "a100-80g", 14, 2, stages=8) > 0.09

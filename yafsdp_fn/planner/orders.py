@@ -303,7 +303,7 @@ AHEAD = (2.0, 1.0, math.inf)
 PATIENCE = 0.2
 PATIENCES = (0.0, 0.1, PATIENCE, 0.5, 1.0)
 """Patience at first, and what it is changed to."""
-SHIFTS = 20
+SHIFTS = 60
 """Calls that are shifted, one after the other, after each list."""
 LATER = (1, 2, 3, 5, 8, 13, 21, 34)
 NEARBY = (-8, -5, -3, -2, -2, -1, -1, -1, 1, 1, 2, 3)
@@ -328,7 +328,8 @@ class Search:
         self._numbered = NumberedCalls(calls, itertools.starmap(Call, every))
         self._rows: list[list[int]] = []  # the best ones, by numbers
         self._path: list[int] = []  # the critical one of these
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # of lists, which are the same with shifts between them as without
+        self._shifts = random.Random(seed)
         self._first = iter([self._usual(ahead) for ahead in AHEAD])
         self._best = self._usual(1.0)  # the preferences of the best list, and its seconds
         self._best_s = math.inf
@@ -406,12 +407,12 @@ class Search:
         another half of its pass or another microbatch of its kind and segment."""
         if not self._rows:
             return
-        moved = self._random.choice(self._path)
+        moved = self._shifts.choice(self._path)
         call = self._numbered.calls[moved]
         stage = self.calls.homes[call.segment]
         row = self._rows[stage]
         at = row.index(moved)
-        to = at + self._random.choice(LATER if call.kind == "weights" else NEARBY)
+        to = at + self._shifts.choice(LATER if call.kind == "weights" else NEARBY)
         to = min(max(to, 0), len(row) - 1)
         passed = row[to:at] if to < at else row[at + 1 : to + 1]
         for number in passed:
