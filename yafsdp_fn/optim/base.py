@@ -260,8 +260,9 @@ def checked_update(tx: GradientTransformation, updates: Tree, state: State, para
     {'w': tensor([-0.3000,  0.4000])}
     """
     versions = _versions(params)
+    own = tx.rule is None or isinstance(tx.rule, Elementwise)  # other rules have tried it, or draw nothing
     fake = any(isinstance(leaf, FakeTensor) for leaf in tensors_in(updates))
-    before = [] if fake else states(generators(device_of_leaves(updates)))
+    before = states(generators(device_of_leaves(updates))) if own and not fake else []
     pair = tx.update(updates, state, params)
     if _versions(params) != versions:
         raise TypeError(
