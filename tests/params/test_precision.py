@@ -16,9 +16,9 @@ BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 
 
 def test_defaults_follow_param() -> None:
-    assert dataclasses.astuple(ya.Precision()) == (F32, F32, F32, None)
-    assert dataclasses.astuple(ya.Precision(param=F64)) == (F64, F64, F64, None)
-    assert dataclasses.astuple(ya.Precision(compute=BF16)) == (F32, BF16, F32, None)
+    assert dataclasses.astuple(ya.Precision()) == (F32, F32, F32, None, True)
+    assert dataclasses.astuple(ya.Precision(param=F64)) == (F64, F64, F64, None, True)
+    assert dataclasses.astuple(ya.Precision(compute=BF16)) == (F32, BF16, F32, None, True)
     assert ya.Precision(compute=BF16, reduce=BF16) == ya.Precision(F32, BF16, BF16)
     assert hash(ya.Precision()) == hash(ya.Precision(F32))
 
@@ -28,6 +28,11 @@ def test_defaults_follow_param() -> None:
 def test_other_dtypes_are_refused_by_field(field: str, dtype: torch.dtype) -> None:
     with pytest.raises(TypeError, match=f"Precision.{field}: expected a 16, 32 or 64-bit floating dtype, got {dtype}"):
         ya.Precision(**{field: dtype})
+
+
+def test_a_copy_is_kept_or_not() -> None:
+    with pytest.raises(TypeError, match=r"Precision\.copy=torch\.bfloat16: expected True or False"):
+        ya.Precision(F32, BF16, F32, None, BF16)  # type: ignore[arg-type]
 
 
 def test_accumulate_is_none_or_at_least_as_wide_as_reduce() -> None:

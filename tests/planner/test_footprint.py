@@ -48,6 +48,7 @@ KNOWN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 PRECISIONS = {
     "fp32": ya.Precision(),
     "bf16": ya.Precision(compute=torch.bfloat16),
+    "bf16, no copy": ya.Precision(compute=torch.bfloat16, copy=False),
     "bf16 wire": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
     "wide sums": ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32),
     "fp64": ya.Precision(param=torch.float64),
@@ -166,6 +167,7 @@ def same(found: list[list[Compared]]) -> Items:
 
 
 SMALLEST, DEFERRED, RECOMPUTED = ("fp32", "zero3", 1), ("bf16", "zero2", 2), ("wide sums", "remat", 2)
+CAST = [("bf16, no copy", "zero3", 1), ("bf16, no copy", "remat", 2)]
 WIRE, TWICE, ALONE = ("bf16 wire", "zero3", 1), ("bf16 wire", "zero3", 2), ("bf16 alone", "zero3", 1)
 OWN = [SMALLEST, DEFERRED, WIRE, TWICE, ("wide sums", "remat", 1), ("fp64 wide", "zero2", 2), ALONE]
 FORMATS = [(name, *case) for name in ("fp32", "wide sums", "fp64 wide") for case in (("zero3", 1), ("zero2", 2))]
@@ -181,6 +183,8 @@ TRAVELS = ("working_copy", "weight_slots", "receive")
             *(("grad_slots", "receive"), ("weight_slots", "secondary", "staging")),
         ),
         (2, "shard", frozen_embedding, [SMALLEST, DEFERRED, WIRE, RECOMPUTED], ("weight_slots",), ("secondary",)),
+        (1, "shard", own_dtypes, CAST, ("weight_slots",), ("working_copy",)),
+        (2, "shard", own_dtypes, CAST, ("weight_slots",), ("working_copy",)),
         (4, "replicate", frozen_embedding, [("wide sums", "zero3", 1)], ("staging",), ()),
         (4, "copies", frozen_embedding, [WIRE], ("staging",), ()),
         (4, "nodes", frozen_embedding, [("bf16", "hpz", 1), ("wide sums", "zero3", 2)], ("secondary",), ()),

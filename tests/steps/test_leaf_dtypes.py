@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -106,12 +107,12 @@ def begun(mesh: Any, abstract: Any, tx: Any = TX) -> tuple[ya.ShardedState, Any,
     return state, whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
 
 
-def exact(_: Any, name: str, kind: str, parts: int, schedule: str) -> None:
+def exact(_: Any, name: str, kind: str, parts: int, schedule: str, copy: bool) -> None:
     """One rank's part: gradients and three steps."""
     mesh = made(name)
     tolerance = 1e-6 if kind == "tied" else 1e-12  # two uses: added up in float64 in a slot, by autograd in float32
     one = {schedule: schedules_for(mesh)[schedule]}
-    how: Any = {"precision": HALF, "steps": STEPS}
+    how: Any = {"precision": dataclasses.replace(HALF, copy=copy), "steps": STEPS}
     gradients_and_steps(mesh, plain_of(tree(kind)), one, parts, tolerance, f"{name}, {kind}", **how)
 
 
@@ -120,16 +121,17 @@ def exact(_: Any, name: str, kind: str, parts: int, schedule: str) -> None:
 @pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("schedule", NAMES)
+@pytest.mark.parametrize("copy", [True, False])
 def test_gradients_and_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], world: int, kind: str, parts: int, schedule: str
+    pools: dict[int, Pool], world: int, kind: str, parts: int, schedule: str, copy: bool
 ) -> None:
-    pools[world].run(exact, "shard", kind, parts, schedule)
+    pools[world].run(exact, "shard", kind, parts, schedule, copy)
 
 
 @on_ranks(1)
 def test_bits_at_one_rank(mesh: Any) -> None:
-    precisions = ya.Precision(compute=BF16), ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
-    for precision in precisions:
+    half = ya.Precision(compute=BF16)
+    for precision in (half, dataclasses.replace(half, copy=False), ya.Precision(F32, BF16, BF16, F32)):
         abstract = tree(reduce=F32)
         state = ya.init(abstract, TX, mesh=mesh, precision=precision)
         params = ya.unshard(state)
@@ -148,8 +150,9 @@ def test_bits_at_one_rank(mesh: Any) -> None:
     ("mesh", "schedule"),
     [(mesh, name) for mesh in MESHES for name in (*NAMES, *(["hpz"] if "local" in MESHES[mesh] else []))],
 )
-def test_on_every_mesh(pools: dict[int, Pool], mesh: str, schedule: str) -> None:
-    pools[4].run(exact, mesh, "marked", 1, schedule)
+@pytest.mark.parametrize("copy", [True, False])
+def test_on_every_mesh(pools: dict[int, Pool], mesh: str, schedule: str, copy: bool) -> None:
+    pools[4].run(exact, mesh, "marked", 1, schedule, copy)
 
 
 # ---- what travels

@@ -26,14 +26,24 @@ Reduction = tuple[Tensor, Tensor, Tensor, bool]
 
 
 def gather_into(comms: Groups, fulls: Sequence[Tensor], shards: Sequence[Tensor], *, in_node: bool = False) -> None:
-    """Gathers each of `fulls` [N] from the shards [n] of the shard group. in_node: from the secondary shards [N / K] of
-    this node's ranks, see `node_slice`"""
+    """Gathers each of `fulls` [N] from the shards [n] of the shard group, which are cast on their way if their dtype is
+    another. in_node: from the secondary shards [N / K] of this node's ranks, see `node_slice`"""
     if (comms.local_ranks if in_node else comms.ranks) == 1:
         for full, shard in zip(fulls, shards, strict=True):
             full.copy_(shard.view_as(full))
     else:
         group = comms.gather_local_group if in_node else comms.gather_group
-        group.all_gathers(fulls, shards)
+        sent: list[Tensor] = []
+        for full, shard in zip(fulls, shards, strict=True):
+            # where it would lie in the end, so that it takes no memory
+            sent.append(shard if shard.dtype == full.dtype else shard_slice(comms, full).copy_(shard))
+        group.all_gathers(fulls, sent)
+
+
+def shard_slice(comms: Groups, full: Tensor) -> Tensor:
+    """Returns the view [n] of `full` [N] that is this rank's shard."""
+    size = full.numel() // comms.ranks
+    return full.narrow(0, comms.rank * size, size)
 
 
 def node_slice(comms: Groups, full: Tensor) -> Tensor:

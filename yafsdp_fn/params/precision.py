@@ -19,6 +19,8 @@ class Precision:
     accumulate: sums over ranks. None: `reduce`, by the backend, in its own order. Wider than `reduce`: ranks exchange
         their parts in `reduce` and sum them in rank order, so that only the rounding to `reduce` is lost, and the bits
         are the same in every run; the receive buffer grows from a shard to a unit
+    copy: False keeps no working copy, and each gather casts this rank's part instead, to the same bits. What travels in
+        a wire format is kept encoded all the same
 
     >>> half = ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16, accumulate=torch.float32)
     >>> head = ya.init(params, tx, mesh=mesh, precision=half).params["head"]
@@ -30,12 +32,15 @@ class Precision:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     accumulate: torch.dtype | None = None
+    copy: bool = True
 
     def __post_init__(self) -> None:
         # what is left out is as the parameters
         object.__setattr__(self, "compute", self.compute or self.param)
         object.__setattr__(self, "reduce", self.reduce or self.param)
-        for name, dtype in vars(self).items():
+        if not isinstance(self.copy, bool):
+            raise TypeError(f"Precision.copy={self.copy!r}: expected True or False")
+        for name, dtype in self._dtypes().items():
             may_be = dtype is None if name == "accumulate" else name == "param" and dtype == torch.float16
             if not may_be:
                 checked_dtype(f"Precision.{name}", dtype)
@@ -44,6 +49,9 @@ class Precision:
                 f"Precision.accumulate: {self.accumulate} is narrower than reduce={self.reduce}: sums over ranks would "
                 "lose what the wire has carried; give a dtype at least as wide, or None"
             )
+
+    def _dtypes(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "copy"}
 
     @property
     def gather_dtype(self) -> torch.dtype:
@@ -80,14 +88,9 @@ class Precision:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The dtypes as words, "float32", in the order of the fields; "" for None."""
-        return tuple("" if dtype is None else str(dtype).removeprefix("torch.") for dtype in vars(self).values())
-
-    @staticmethod
-    def named(names: tuple[str, ...]) -> "Precision":
-        """The inverse of `names`."""
-        dtypes: list[Any] = [getattr(torch, name) if name else None for name in names]
-        return Precision(*dtypes)
+        """The dtypes as words, "float32", in the order of the fields; "" for None. Then "no copy", if so."""
+        dtypes = ["" if dtype is None else str(dtype).removeprefix("torch.") for dtype in self._dtypes().values()]
+        return (*dtypes,) if self.copy else (*dtypes, "no copy")
 
 
 DEFAULT_PRECISION = Precision()

@@ -18,11 +18,26 @@ from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.util.mesh_axes import padded_numel
 
+ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+BY_SIZE = {8: "float64", 4: "float32", 2: "bfloat16"}
+"""The dtypes in which units are gathered and reduced, by their size: float16 is none of them."""
+
 
 def shard_numel(trace: Trace, unit: UnitSpec) -> int:
     """Elements of one rank's shard of `unit`."""
     ranks = trace.ranks_of(unit)
     return padded_numel(unit.numel, ranks, unit.align) // ranks
+
+
+def cast_bytes(trace: Trace, unit: UnitSpec) -> int:
+    """Bytes that a gather reads and writes to cast one rank's shard of `unit`; none where a working copy is kept."""
+    if len(trace.precision) < 5 or not unit.trainable or unit.gathered_as is not None:  # see `Precision.names`
+        return 0
+    numel = shard_numel(trace, unit)
+    written = unit.gather_bytes // trace.ranks_of(unit)
+    param = trace.precision[0]
+    same = written == 0 or BY_SIZE.get(written // numel) == param
+    return 0 if same else written + numel * ITEMSIZES[param]
 
 
 def state_on_host(trace: Trace, unit: UnitSpec) -> int:

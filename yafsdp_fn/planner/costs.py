@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal, Protocol
 
-from yafsdp_fn.planner.activations import state_on_host
+from yafsdp_fn.planner.activations import cast_bytes, state_on_host
 from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.measured import Cost, Moved
@@ -97,6 +97,7 @@ class Costs:
                 rings = self._rings((u.gather_wire, self.holders[u.over]) for u in units)
                 decoded = [u for u in units if u.gathered_as is not None]
                 nbytes = sum(u.gather_wire + u.gather_bytes for u in decoded)
+                nbytes += sum(cast_bytes(trace, u) for u in units)
                 return rings + through_memory(cluster, nbytes, sum(u.numel for u in decoded))
             case ops.Reduce() if any(u.sum_bytes for u in units):
                 return tuple(itertools.chain.from_iterable(map(self._exchange, units)))

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_numel, staging_numel
-from yafsdp_fn.planner.activations import peak_of, shard_numel, state_on_host
+from yafsdp_fn.planner.activations import BY_SIZE, ITEMSIZES, cast_bytes, peak_of, shard_numel, state_on_host
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.program.ops import AllReduce, Reduce
 from yafsdp_fn.program.program import Program
@@ -29,7 +29,7 @@ SHARDED = ("master", "optimizer", "working_copy", "grad_shards")
 ADVICE = {
     "master": "more ranks, or a narrower Precision.param",
     "optimizer": "more ranks, an optimizer with fewer moments, or ya.optim.on_host",
-    "working_copy": "more ranks, or Precision.compute equal to param",
+    "working_copy": "Precision(copy=False), more ranks, or Precision.compute equal to param",
     "grad_shards": "more ranks",
     "weight_slots": "a schedule that keeps fewer units resident, or less prefetch",
     "grad_slots": "a schedule that reduces sooner, or a narrower Precision.reduce",
@@ -198,18 +198,13 @@ def state_bytes(trace: Trace) -> dict[str, int]:
             continue
         own = dtypes[unit.id]
         trained += shard_numel(trace, unit) * own.param.itemsize
-        copies += encoded or (gathered if own.compute != own.param else 0)
+        copies += encoded or (gathered if own.compute != own.param and not cast_bytes(trace, unit) else 0)
     return {
         "master": trained + frozen,
         "optimizer": trace.optimizer.fixed + sum(of_states) // trace.optimizer.block + 2 * largest_on_host,
         "working_copy": copies,
         "grad_shards": trained,
     }
-
-
-ITEMSIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-BY_SIZE = {8: "float64", 4: "float32", 2: "bfloat16"}
-"""The dtypes in which units are gathered and reduced, by their size: float16 is none of them."""
 
 
 class NamedDtype(NamedTuple):
@@ -243,10 +238,10 @@ class Dtypes(NamedTuple):
 
 def _dtypes(trace: Trace) -> dict[int, Dtypes]:
     """Returns the dtypes of each trained unit. Raises ValueError for a precision that is none."""
-    *needed, last = trace.precision
-    if len(needed) != 3 or not {*needed, last or "float32"} <= ITEMSIZES.keys():
+    needed, last = trace.precision[:3], trace.precision[3:4]
+    if len(last) != 1 or not {*needed, last[0] or "float32"} <= ITEMSIZES.keys():
         raise ValueError(f"trace.precision: expected 3 or 4 of {', '.join(ITEMSIZES)}, got {trace.precision!r:.200}")
-    param, compute, reduce, accumulate = map(NamedDtype, trace.precision)
+    param, compute, reduce, accumulate = map(NamedDtype, trace.precision[:4])
     found: dict[int, Dtypes] = {}
     for unit in trace.units:
         if unit.trainable:
@@ -266,7 +261,8 @@ def _aliases(trace: Trace, dtypes: dict[int, Dtypes]) -> tuple[frozenset[int], f
     weights: set[int] = set()
     grads: set[int] = set()
     for unit in trace.units:
-        if trace.ranks_of(unit) > 1 or trace.ordered or unit.gathered_as is not None:
+        arrives = unit.gathered_as is not None or cast_bytes(trace, unit)
+        if trace.ranks_of(unit) > 1 or trace.ordered or arrives:
             continue
         weights.add(unit.id)
         own = dtypes.get(unit.id)

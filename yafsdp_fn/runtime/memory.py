@@ -68,7 +68,7 @@ class StateMemory(Placement[Communicators]):
     """Owns the shards of one layout on one mesh. make: returns them, one per group, for this placement
 
     master: in `precision.param` (frozen groups: in their own dtype); working: what is gathered, in the gather dtype,
-        the master itself if the dtypes are equal, or the bytes of a wire format
+        the master itself if the dtypes are equal or each gather casts it, or the bytes of a wire format
     versions: unit -> number of changes of its weights
     number: of the states on this mesh, the same on all ranks, which make them together
     idle: slot sets for the next session (slots.py)
@@ -125,7 +125,8 @@ class StateMemory(Placement[Communicators]):
             out = master.new_empty(*master.shape[:-1], nbytes, dtype=torch.uint8)
             formats.encode(format, master, out)
             return out
-        return master.to(self.gather_dtype(group.units[0])) if group.trainable else master
+        keeps = group.trainable and self.precision.copy
+        return master.to(self.gather_dtype(group.units[0])) if keeps else master
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
