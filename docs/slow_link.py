@@ -1,10 +1,10 @@
-"""On a slow link, what was written is faster than the best builder's step, and int8 than whole weights, as predicted.
-For root, who may make such a link.
+"""Steps on a slow link, predicted and measured: what was written beside the best builder's step, and int8 beside whole
+weights. From a checkout:
 
-python -m tests.planner.test_slow_link written|formats MBIT     where this process runs, on a link of so many Mbit/s
-                                                                that two ranks share: seconds predicted, and measured
-python -m tests.planner.test_slow_link      config B with formats and moments in 8 bits over the step without, at one
-                                            and two ranks: seconds of a processor, so that other work does not count
+python -m docs.slow_link written|formats MBIT    two ranks that share a link of so many Mbit/s, which root may make:
+                                                 seconds predicted, and measured
+python -m docs.slow_link      config B with formats and moments in 8 bits over the step without, at one and two ranks:
+                              seconds of a processor, so that other work does not count
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import pytest
 import torch
 
 import yafsdp_fn as ya
 from benchmarks.shapes import SHAPES
 from models import llama
-from tests.harness.pages import ROOT
 from tests.harness.unlike import Model, Sizes
 from yafsdp_fn.planner import Synthesized, predict_memory, search, simulate, trace
 from yafsdp_fn.planner.cluster import LOCAL, Cluster
@@ -141,38 +139,18 @@ def throttled(mbit: int) -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=30, check=False)
 
 
-def predicted_and_measured(what: str, mbit: int) -> tuple[Seconds, Seconds]:
-    """What this module prints on such a link. Skips the test where there can be none."""
-    with contextlib.ExitStack() as stack:
-        try:
-            within = stack.enter_context(throttled(mbit))
-        except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"no network namespaces, or no shaping of traffic: {error}")
-        command = [*within, sys.executable, "-m", "tests.planner.test_slow_link", what, str(mbit)]
-        printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=900).stdout
-    predicted, measured = json.loads(printed.splitlines()[-1])
-    print(f"\nload {os.getloadavg()[0]:.1f}; predicted {predicted}, measured {measured}")
-    return predicted, measured
+def on_the_link(what: str, mbit: int) -> str:
+    """Returns what this module prints on such a link, seconds of a step predicted and measured."""
+    with throttled(mbit) as within:
+        command = [*within, sys.executable, "-m", "docs.slow_link", what, str(mbit), "here"]
+        printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900).stdout
+    return printed.splitlines()[-1]
 
 
-@pytest.mark.nightly
-def test_what_was_written_is_faster_than_the_best_builders_step() -> None:
-    predicted, measured = predicted_and_measured("written", 100)
-    assert predicted["written"] < 0.95 * predicted["builder"]
-    assert measured["written"] < measured["builder"]
-
-
-@pytest.mark.nightly
-def test_int8_is_faster_as_predicted() -> None:
-    predicted, measured = predicted_and_measured("formats", 1000)
-    assert measured["both"] < measured["gathers"] < measured["whole"]
-    ratios = [seconds["gathers"] / seconds["whole"] for seconds in (predicted, measured)]
-    assert abs(ratios[1] / ratios[0] - 1) < 0.1
-    # a thread that encodes gradients waits for those of its core
-    assert predicted["both"] < measured["both"]
-
-
-def main(what: str = "", mbit: str = "") -> None:
+def main(what: str = "", mbit: str = "", where: str = "") -> None:
+    if what and not where:
+        print(f"load {os.getloadavg()[0]:.1f}; predicted, measured: {on_the_link(what, int(mbit))}")
+        return
     if what == "written":
         made = written(float(mbit))
         plan = {"builder": made.builder_s, "written": made.step_s}
