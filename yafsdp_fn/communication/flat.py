@@ -36,14 +36,8 @@ def gather_into(comms: Groups, fulls: Sequence[Tensor], shards: Sequence[Tensor]
         sent: list[Tensor] = []
         for full, shard in zip(fulls, shards, strict=True):
             # where it would lie in the end, so that it takes no memory
-            sent.append(shard if shard.dtype == full.dtype else shard_slice(comms, full).copy_(shard))
+            sent.append(shard if shard.dtype == full.dtype else full.view(comms.ranks, -1)[comms.rank].copy_(shard))
         group.all_gathers(fulls, sent)
-
-
-def shard_slice(comms: Groups, full: Tensor) -> Tensor:
-    """Returns the view [n] of `full` [N] that is this rank's shard."""
-    size = full.numel() // comms.ranks
-    return full.narrow(0, comms.rank * size, size)
 
 
 def node_slice(comms: Groups, full: Tensor) -> Tensor:
