@@ -31,6 +31,9 @@ if sys.platform == "linux":
 ROOM = 2 << 30
 """Bytes; a run leaves some 200 MB."""
 
+NIGHT = 2400
+"""Seconds after which a test hangs by night, when a search may take minutes; by day pyproject.toml has them."""
+
 MANY_THREADS = 150
 """In one rank process; a mesh with its groups takes some 40."""
 
@@ -53,7 +56,12 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     most, nightly = config.getoption("--max-world"), config.getoption("--nightly")
     kept = [item for item in items if _world(item) <= most and (nightly or not item.get_closest_marker("nightly"))]
-    if not nightly:
+    if nightly:
+        Pool.patience = NIGHT - 100
+        for item in kept:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(NIGHT))
+    else:
         waiting = left_out(kept)
         kept = [item for item in kept if item not in waiting]
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))

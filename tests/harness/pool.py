@@ -45,7 +45,9 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """`world` processes with a gloo process group."""
+    """`world` processes with a gloo process group. patience: seconds that they have for a call, if it says nothing"""
+
+    patience = 250.0
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -53,18 +55,18 @@ class Pool:
         self._pipes: list[multiprocessing.connection.Connection] = []
         self._said: list[Any] = []  # files of what ranks write to stderr: a crash says why there
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 250) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Any]:
         """Results, by rank. Raises RankFailed with every rank's traceback where one raised."""
-        outcomes = self._call(function, args, timeout)
+        outcomes = self._call(function, args, timeout or Pool.patience)
         failed = [f"rank {rank}:\n{value}" for rank, (ok, value) in enumerate(outcomes) if not ok]
         if failed:
             self.stop()  # what a failed function left in the communicators is not known
             raise RankFailed("\n".join(failed))
         return [value for _, value in outcomes]
 
-    def errors(self, function: Callable[..., Any], *args: Any, timeout: float = 250) -> list[str]:
+    def errors(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[str]:
         """The traceback of each rank, where every rank must raise. The pool lives on: say `stop` if it must not."""
-        outcomes = self._call(function, args, timeout)
+        outcomes = self._call(function, args, timeout or Pool.patience)
         silent = [rank for rank, (ok, _) in enumerate(outcomes) if ok]
         if silent:
             self.stop()
