@@ -136,7 +136,8 @@ class Account:
         if whole is not None:
             self.events, self.found, self.left, self.wrong = whole.events, whole.found, whole.left, whole.wrong
             self.ends, trace = whole.ends, whole.trace
-        parts = [(c.visit, c.microbatch, u) for c in trace.order for u in trace.visits[c.visit].trained]
+        computes = trace.order if trace.trains else ()  # an evaluation forms no gradient
+        parts = [(c.visit, c.microbatch, u) for c in computes for u in trace.visits[c.visit].trained]
         self.visited = {u for c in trace.order if c.kind == "backward" for u in trace.visits[c.visit].trained}
         names = [*dict.fromkeys(parts), *(("leaf", 0, unit) for unit in trace.trained)]
         self.bits = {name: at for at, name in enumerate((step, *name) for step in range(STEPS) for name in names)}

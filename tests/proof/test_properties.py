@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, event, given, settings
@@ -141,25 +143,30 @@ def counts(program: Program, choice: Choice) -> None:
     assert sent["all-reduce"] <= 2 * sum(trace.units[u].reduce_bytes for u in trained) // trace.ranks
 
 
-BUILDERS = given(traces(), choices())(every_builder)
-ASSIGNMENTS = given(traces(), st.data())(any_assignment)
-CHANGES = given(traces(), choices(), st.randoms(use_true_random=False))(random_changes)
+BUILDERS = given(traces(), choices()), every_builder
+ASSIGNMENTS = given(traces(), st.data()), any_assignment
+CHANGES = given(traces(), choices(), st.randoms(use_true_random=False)), random_changes
+
+
+def tried(number: int, drawn: Any, function: Callable[..., None]) -> None:
+    """Calls a function with random arguments so many times."""
+    examples(number)(drawn(function))()  # drawn anew: hypothesis sets the number of one object once
 
 
 def test_every_builder_on_random_losses() -> None:
-    examples(EXAMPLES // 5)(BUILDERS)()
+    tried(EXAMPLES // 5, *BUILDERS)
 
 
 def test_build_takes_any_assignment_that_keeps_the_units_of_a_visit_apart() -> None:
-    examples(EXAMPLES // 5)(ASSIGNMENTS)()
+    tried(EXAMPLES // 5, *ASSIGNMENTS)
 
 
 def test_random_changes_of_random_programs() -> None:
-    examples(EXAMPLES // 10)(CHANGES)()
+    tried(EXAMPLES // 10, *CHANGES)
 
 
 @pytest.mark.nightly
 def test_more_random_losses_and_changes() -> None:
-    examples(EXAMPLES)(BUILDERS)()
-    examples(EXAMPLES)(ASSIGNMENTS)()
-    examples(EXAMPLES // 2)(CHANGES)()
+    tried(EXAMPLES, *BUILDERS)
+    tried(EXAMPLES, *ASSIGNMENTS)
+    tried(EXAMPLES // 2, *CHANGES)
