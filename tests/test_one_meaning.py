@@ -1,8 +1,8 @@
 """A gradient means the same at every number of ranks, with replicas too: what a plain tree gives on the whole batch.
 
 Each rank differentiates the mean over its own rows, and the objective is the mean over ranks; parts are equal but where
-a loss is weighted (`ya.functional_loss`). All in float64. What each transform gives is in test_transforms_table.py, what
-is here is of weights, plain arguments beside sharded ones, and examples.
+a loss is weighted (`ya.functional_loss`). All in float64. test_transforms_table.py has what each transform gives; here
+are weights, plain arguments beside sharded ones, and examples.
 """
 
 from __future__ import annotations

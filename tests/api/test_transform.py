@@ -16,10 +16,8 @@ from tests.harness.small import (
     assert_close,
     assert_equal,
     batch,
-    leaves,
     loss,
     one_rank,
-    param,
     states,
 )
 
@@ -98,14 +96,3 @@ def test_frozen_leaves_have_zero_gradients_without_memory() -> None:
         assert optree.tree_structure(grads) == optree.tree_structure(params)
         for frozen in optree.tree_leaves((grads.embed, grads.layers)):
             assert frozen.eq(0).all() and frozen.untyped_storage().nbytes() == frozen.element_size()
-
-
-def test_what_the_loss_does_not_use_has_a_zero_gradient() -> None:
-    sharded, plain = states({"a": {"w": param(3), "unused": param(2)}, "b": {"w": param(4)}})
-
-    def part(params: Any) -> Tensor:
-        return ya.apply(lambda w: w["w"].sum(), params["a"])
-
-    for _ in range(2):
-        assert_equal(ya.grad(part)(sharded), ya.grad(part)(plain))
-        assert [leaf.tolist() for leaf in leaves(ya.grad(part)(sharded))] == [[0, 0], [1, 1, 1], [0, 0, 0, 0]]
