@@ -1,5 +1,5 @@
-"""torch.func on axes inside blocks, by ya.functional_loss: derivatives by example, inside blocks and of chunks. Those of
-models, to the second order, are in test_models_derivatives.py."""
+"""torch.func on axes inside blocks, by ya.functional_loss: derivatives by example, inside blocks and of chunks. Those
+of models, to the second order, are in test_models_derivatives.py."""
 
 from __future__ import annotations
 
