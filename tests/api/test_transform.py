@@ -12,13 +12,8 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.small import (
-    Model,
-    assert_close,
     assert_equal,
-    batch,
-    loss,
     one_rank,
-    states,
 )
 
 TX = ya.optim.sgd(0.1)
@@ -63,26 +58,6 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
     for parts in (1, 2, 4):
         value, grad = ya.value_and_grad(masked, microbatches=parts)(torch.tensor(2.0), rows, mask)
         assert value == 2 * 22 / 5 and torch.isclose(grad, torch.tensor(22 / 5))
-
-
-# ---- sharded: against plain, to the bit on one rank
-
-
-def test_another_states_parameters_beside_the_differentiated_ones() -> None:
-    """A teacher: it is not cut into microbatches, and gets no gradient."""
-    (sharded, plain), (teacher, plain_teacher) = states(seed=0), states(seed=1)
-
-    def distilled(params: Model, other: Model, b: Any) -> ya.Mean:
-        mine = loss(params, b)
-        with torch.no_grad():
-            theirs = loss(other, b)
-        return ya.Mean((mine.total - theirs.total).square(), mine.weight)
-
-    both = ya.value_and_grad(distilled, microbatches=2)
-    # a plain teacher would be cut like a batch: it is closed over
-    alone = ya.value_and_grad(lambda params, b: distilled(params, plain_teacher, b), microbatches=2)
-    for _ in range(2):
-        assert_close(both(sharded, teacher, batch()), alone(plain, batch()), rtol=1e-5)
 
 
 # ---- what gets no gradient
