@@ -363,7 +363,7 @@ STACKS: dict[str, Any] = {"layers": 1}  # the second stack is a layer longer
         *(by_night("uneven", world, "shard", ["base"], TRANSFORMS, kind="uneven") for world in (1, 2)),
         by_night("dropout", 1, "shard", ["dropout"], TRANSFORMS, kind="dropout"),
         by_night("one stack", 1, "shard", ["base"], EVERY),
-        by_night("one stack", 2, "copies", ["base"], EVERY.keys() - ON_RANKS.keys()),
+        by_night("one stack", 2, "copies", ["base"], [each for each in EVERY if each not in ON_RANKS]),
         *(
             by_night("other visits", world, axes, ["twice", "stacks", "pinned"], FEW)
             for world, axes in ((1, "shard"), (2, "copies"))
