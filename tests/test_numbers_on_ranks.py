@@ -1,4 +1,4 @@
-"""Norms of sharded trees in float64, complex tensors between visits, and leaves that a block makes for itself."""
+"""Norms of sharded trees in float64, and complex tensors between visits."""
 
 from __future__ import annotations
 
@@ -49,24 +49,6 @@ def complex_loss(params: Any, x: Tensor) -> Tensor:
 @WORLDS
 def test_complex_tensors_between_visits(mesh: Any) -> None:
     agrees(mesh, complex_loss)
-
-
-def forces_loss(params: Any, x: Tensor) -> Tensor:
-    """The gradient with respect to a block's own leaf is a part of the loss, as forces are."""
-
-    def block(w: Any, x: Tensor) -> Tensor:
-        with torch.enable_grad():  # a first step's forward keeps no graph
-            place = x.detach().requires_grad_()
-            energy = torch.tanh(place @ w).square().sum()
-            forces = torch.autograd.grad(energy, place, create_graph=True)[0]
-        return x @ w + forces.square().sum()
-
-    return ya.apply(lambda w, h: (h @ w).sum(), params["b"], ya.apply(block, params["a"], x)) / 100
-
-
-@WORLDS
-def test_a_leaf_that_a_block_makes(mesh: Any) -> None:
-    agrees(mesh, forces_loss)
 
 
 def squares(params: Any, x: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
 """The table of docs/transforms.md: every transform of a sharded loss is that of the plain one, or is refused by name.
 
-    transforms x (plain, one rank, two ranks) x (one stack, two stacks, tied, uneven weights, dropout)
+    transforms x (plain, 1 to 4 ranks, replicas, nodes) x (kinds of visits, uneven weights, dropout)
     the same inside the loss of a step x remat (none, all)
 
-What ranks return is averaged: numbers are each rank's own, trees are the same on all. The expected is the plain tree's
-on the mean over all ranks' batches, in float64; and the plain tree's is that of a loss written without the library.
+Numbers are each rank's own, of its batch; trees are the same on all ranks, of the mean over all of their batches. The
+expected is the plain tree's, in float64; and the plain tree's is that of a loss written without the library.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.autograd import forward_ad
 
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
+from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, compare, joined, noting, plain, whole
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import (
@@ -33,12 +34,12 @@ from tests.harness.problems import (
     Head,
     Layer,
     Params,
-    base_params,
     block,
     embed,
     head,
     tied_head,
 )
+from tests.harness.small import one_rank
 from tests.steps.test_collectives import recorded
 from tests.test_transforms_doc import PAGE
 from yafsdp_fn.schedules import Trace
@@ -59,7 +60,7 @@ class Loss:
     within: what is entered to draw the random numbers of each batch's rank
     """
 
-    def __init__(self, loss: LossOf, batches: list[Batch], within: Sequence[Within] = ()) -> None:
+    def __init__(self, loss: LossOf, batches: Sequence[Batch], within: Sequence[Within] = ()) -> None:
         self._loss, self._batches = loss, batches
         self._within = within or [contextlib.nullcontext] * len(batches)
 
@@ -118,7 +119,10 @@ def forward_by_hand(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
         return [dual.primal.clone(), dual.tangent]
 
 
-TRANSFORMS = {
+Transform = Callable[[Any, Tree, Tree, Tree], Tree]
+"""Of a loss, parameters and two directions."""
+
+TRANSFORMS: dict[str, Transform] = {
     "grad": lambda f, p, u, v: tf.grad(f)(p),
     "vjp, called twice": vjp_twice,
     "jvp": lambda f, p, u, v: list(tf.jvp(f, (p,), (u,))),
@@ -136,6 +140,64 @@ TRANSFORMS = {
 }
 PLAIN = TRANSFORMS | {"linearize": lambda f, p, u, v: [f(p), *(tf.jvp(f, (p,), (along,))[1] for along in (u, v))]}
 """What is expected: torch takes its time to record."""
+
+
+# ---- beyond the table: by autograd and `ya.grad`, of a higher order, with norms
+
+
+def backward_to_leaves(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
+    """By autograd, to leaves of one's own."""
+    leaves = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), p)
+    f(leaves).backward()
+    return optree.tree_map(lambda leaf: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad, leaves)
+
+
+def axpy(a: float | Tensor, x: Tree, y: Tree) -> Tree:
+    return optree.tree_map(lambda x, y: a * x + y, x, y)
+
+
+def hvp(inner: Any) -> Transform:
+    return lambda f, p, u, v: ya.grad(lambda q: ya.vdot(inner(f)(q), u))(p)
+
+
+def maml(inner: Any, outer: Any) -> Transform:
+    return lambda f, p, u, v: outer(lambda q: f(axpy(-0.1, inner(f)(q), q)))(p)
+
+
+def third(f: Loss, p: Tree, u: Tree, v: Tree) -> Tree:
+    along = lambda q: ya.vdot(tf.grad(f)(q), u)  # noqa: E731
+    return tf.grad(lambda q: ya.vdot(tf.grad(along)(q), v))(p)
+
+
+def penalty(tree: Tree) -> Tensor:
+    return ya.global_norm(tree) + ya.vdot(tree, tree)
+
+
+def norms(outer: Any) -> Transform:
+    """A norm of the parameters and one of the gradient, as regularisers."""
+    return lambda f, p, u, v: outer(lambda q: f(q) + 0.1 * ya.global_norm(q) + 0.1 * ya.global_norm(tf.grad(f)(q)))(p)
+
+
+EVERY = TRANSFORMS | {
+    "value": lambda f, p, u, v: f(p),
+    "backward to leaves": backward_to_leaves,
+    "hvp by ya.grad": hvp(tf.grad),
+    "hvp by ya.grad of ya.grad": hvp(ya.grad),
+    "gradient of jvp of jvp": lambda f, p, u, v: tf.grad(
+        lambda q: tf.jvp(lambda q: tf.jvp(f, (q,), (u,))[1], (q,), (v,))[1]
+    )(p),
+    "MAML": maml(tf.grad, tf.grad),
+    "MAML by ya.grad": maml(tf.grad, ya.grad),
+    "MAML by ya.grad of ya.grad": maml(ya.grad, ya.grad),
+    "MAML by tf.grad of ya.grad": maml(ya.grad, tf.grad),
+    "third order": third,
+    "norms": norms(tf.grad),
+    "norms in a step": norms(ya.grad),
+    "a regulariser": lambda f, p, u, v: tf.grad(lambda q: f(q) + 0.1 * penalty(q))(p),
+    "along its gradient": lambda f, p, u, v: tf.grad(lambda q: ya.vdot(tf.grad(penalty)(q), u))(p),
+}
+NUMBERS = {"value", "jvp", "vmap over examples", "jvp of jvp", "forward_ad", "linearize"}
+"""Each rank's own."""
 
 NO_BASIS = "jacfwd or hessian with respect to sharded parameters"
 NO_RECORD = "torch.func.linearize of what is sharded over several ranks"
@@ -160,17 +222,18 @@ def number(result: Tree, u: Tree) -> Tensor:
 # ---- problems, sharded and plain
 
 
-def abstract(name: str) -> Tree:
+def abstract(name: str, layers: int) -> Tree:
     """As dictionaries, since torch's pytrees take None for a leaf."""
-    given = PROBLEMS[name].params(1 if name == "stacks" else 2)  # of two stacks the second is a layer longer
-    return {key: value for key, value in given._asdict().items() if value is not None}
+    return {key: value for key, value in PROBLEMS[name].params(layers)._asdict().items() if value is not None}
 
 
-def loss_of(name: str, weighted: bool) -> LossOf:
-    def mean(p: Tree, batch: Batch) -> ya.Mean:
-        return PROBLEMS[name].loss(Params(**({"more": None} | p)), batch)
+def mean_of(name: str) -> Callable[[Tree, Batch], ya.Mean]:
+    return lambda p, batch: PROBLEMS[name].loss(Params(**({"more": None} | p)), batch)
 
-    return ya.functional_loss(mean) if weighted else lambda p, batch: mean(p, batch).total / 10
+
+def loss_of(name: str) -> LossOf:
+    """The mean over as many rows as each rank has."""
+    return lambda p, batch: mean_of(name)(p, batch).total / 10
 
 
 def by_hand(p: Tree, batch: Batch) -> Tensor:
@@ -199,40 +262,38 @@ def counted_for(rank: int) -> Within:
     return partial(counting, VisitCounter(0, 0, 0, rank))
 
 
-class Plain:
-    """Parameters and two directions on one process, and the mean over the batches of `ranks`."""
+class Setting:
+    """A problem on this rank, and on one process.
 
-    def __init__(self, name: str, ranks: int, kind: str = "") -> None:
-        marked = optree.tree_map(Tensor.double, plain(abstract(name)))
-        self.given = tuple(map(whole, (marked, ya.normal_like(1, marked), ya.normal_like(2, marked))))
-        batches, weighted = [batch_of(rank) for rank in range(ranks)], kind == "uneven"
-        within = {"dropout": seeded_for, "dropout in a step": counted_for}.get(kind)
-        draws = [] if within is None else [within(rank) for rank in range(ranks)]
-        self.loss = Loss(loss_of(name, weighted), [joined(batches)] if weighted else batches, draws)
-        self.by_hand = Loss(by_hand, batches)
+    sharded, plain: the parameters, and two directions
+    batches: of all ranks; loss: of this rank's; own, mean: on plain trees the same, and the mean over all ranks
+    """
 
-
-def sharded(mesh: Any, name: str, kind: str) -> tuple[Loss, Tree, Tree, Tree]:
-    p = ya.init(abstract(name), TX, mesh=mesh, precision=DOUBLE).params
-    rank = mesh.get_rank()
-    f = Loss(loss_of(name, kind == "uneven"), [batch_of(rank)], [seeded_for(rank)] if kind == "dropout" else [])
-    return f, p, ya.normal_like(1, p), ya.normal_like(2, p)
-
-
-def over_ranks(part: Tensor) -> Tensor:
-    mean = part.clone(memory_format=torch.contiguous_format)
-    torch.distributed.all_reduce(mean)
-    return mean / torch.distributed.get_world_size()
+    def __init__(self, mesh: Any, name: str, kind: str = "", *, layers: int = 2, same_data: bool = False) -> None:
+        tree, ranks, here = abstract(name, layers), range(mesh.size()), slice(mesh.get_rank(), mesh.get_rank() + 1)
+        params = ya.init(tree, TX, mesh=mesh, precision=DOUBLE).params
+        marked = optree.tree_map(Tensor.double, plain(tree))
+        self.sharded = params, ya.normal_like(1, params), ya.normal_like(2, params)
+        self.plain = tuple(map(whole, (marked, ya.normal_like(1, marked), ya.normal_like(2, marked))))
+        self.batches = [batch_of(0 if same_data else rank) for rank in ranks]
+        draws = [seeded_for(rank) for rank in ranks] if kind == "dropout" else []
+        loss = ya.functional_loss(mean_of(name)) if kind == "uneven" else loss_of(name)
+        self.loss = self.own = Loss(loss, self.batches[here], draws[here])
+        self.mean = Loss(loss, self.batches, draws)
+        if kind == "uneven":  # a rank's value is that of all
+            self.mean = self.own = Loss(loss, [joined(self.batches)])
 
 
-def expect(transform: str, run: Callable[[], Tree], expected: Callable[[], Tree], refused: dict[str, str]) -> None:
-    """It is refused, where the table says so; else the mean over ranks of what comes out is what is expected."""
+def expect(
+    transform: str, run: Callable[[], Tree], expected: Callable[[], Tree], refused: Mapping[str, str], bound: float
+) -> None:
+    """It is refused, where the table says so; else it is what is expected."""
     if transform in refused:
         with pytest.raises(RuntimeError) as error:
             run()
         assert str(error.value).startswith(refused[transform]), f"{transform}: {error.value}"
         return
-    compare(optree.tree_map(over_ranks, whole(run())), expected(), BOUND, transform)
+    compare(run(), expected(), bound, transform)
 
 
 # ---- of a loss
@@ -240,40 +301,88 @@ def expect(transform: str, run: Callable[[], Tree], expected: Callable[[], Tree]
 
 def test_plain_trees_are_torch() -> None:
     for name in ("base", "stacks", "tied"):
-        one = Plain(name, 2)
+        one = Setting(one_rank(), name, layers=1 if name == "stacks" else 2)
         for transform in TRANSFORMS if name == "base" else list(PLAIN)[:-1]:
-            got, expected = (of[transform](f, *one.given) for of, f in ((TRANSFORMS, one.loss), (PLAIN, one.by_hand)))
+            got = TRANSFORMS[transform](one.mean, *one.plain)
+            expected = PLAIN[transform](Loss(by_hand, one.batches), *one.plain)
             compare(got, expected, BOUND, f"{name}: {transform}")
-    p, u, v = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.given)
+    p, u, v = optree.tree_map(lambda leaf: leaf.clone().requires_grad_(), one.plain)
     with pytest.raises(RuntimeError, match=IN_PLACE):
-        of_step(one.by_hand, u, v, forward_by_hand)(p).backward()
+        of_step(Loss(by_hand, one.batches), u, v, forward_by_hand)(p).backward()
 
 
-CASES = {
-    "one stack": ("base", ""),
-    "two stacks": ("stacks", ""),
-    "tied": ("tied", ""),
-    "uneven": ("base", "uneven"),
-    "dropout": ("dropout", "dropout"),
-}
+def of_a_loss(mesh: Any, names: Iterable[str], transforms: Iterable[str], kind: str = "", **how: Any) -> None:
+    plain_of = EVERY if kind == "dropout" else EVERY | PLAIN  # what linearize records draws new numbers when it is run
+    refused = (OF_DROPOUT if kind == "dropout" else {}) | (ON_RANKS if mesh.size() > 1 else {})
+    for name in names:
+        s = Setting(mesh, name, kind, **how)
+        for transform in transforms:
+            same = s.own if transform in NUMBERS else s.mean
+            run, expected = partial(EVERY[transform], s.loss, *s.sharded), partial(plain_of[transform], same, *s.plain)
+            bound = 0.0 if (transform, mesh.size()) == ("value", 1) else BOUND
+            expect(transform, run, expected, refused, bound)
 
 
-@pytest.mark.sampled
+FEW = ["grad", "jvp of grad", "hvp by ya.grad", "MAML by ya.grad"]
+MOST = [*FEW, "vjp, called twice", "hvp by ya.grad of ya.grad", "third order", "norms", "norms in a step"]
+FIRST = ["grad", "vjp, called twice", "backward to leaves"]
+OTHER = ["jvp of grad", "grad of grad", "value", "jvp", "jvp of jvp", "per-example gradients"]
+REGULAR = ["a regulariser", "along its gradient"]
+
+VISITS = ["base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part"]
+SOME, TWO = ["base", "rich", "twice"], ["tied", "rich"]
+
+
+def row(of: Any, what: str, world: int, axes: str, names: list[str], transforms: Iterable[str], **how: Any) -> Any:
+    return of(world, axes, names, [*transforms], how, id=f"{world} {axes}, {what}")
+
+
+by_day, by_night = partial(row, pytest.param), partial(row, nightly)
+STACKS: dict[str, Any] = {"layers": 1}  # the second stack is a layer longer
+
+
 @on_ranks()
 @pytest.mark.parametrize(
-    ("world", "name", "kind"),
+    ("world", "axes", "names", "transforms", "how"),
     [
-        (pytest.param if case in ("two stacks", "dropout") else nightly)(world, *CASES[case], id=f"{case}-{world}")
-        for world in (1, 2)
-        for case in CASES
+        by_day("two stacks", 1, "shard", ["stacks"], TRANSFORMS, **STACKS),
+        by_day("one stack", 2, "shard", ["base"], EVERY),
+        by_day("other visits", 2, "shard", ["twice", "stacks", "pinned"], FEW),
+        by_day("the same data", 2, "shard", ["base", "pinned"], FEW, same_data=True),
+        by_day("dropout", 2, "shard", ["dropout"], TRANSFORMS, kind="dropout"),
+        *(by_day("gradient with dropout", world, "shard", ["dropout"], FIRST[:1], kind="dropout") for world in (1, 3)),
+        *(by_day("regularisers", 4, axes, ["base"], REGULAR, layers=3) for axes in ("copies", "replicate-nodes")),
+        by_day("some visits", 1, "shard", VISITS[::2], FIRST, layers=3),
+        by_day("some visits", 2, "shard", VISITS[1::2], FIRST, layers=3),
+        by_day("some visits", 3, "shard", VISITS[::4], FIRST, layers=3),
+        by_day("some visits", 4, "replicate-nodes", TWO, FIRST, layers=3),
+        *(by_day("other derivatives", world, "shard", SOME, OTHER, layers=3) for world in (1, 2)),
+        by_day("other derivatives", 4, "copies", ["base"], OTHER, layers=3),
+        by_night("two stacks", 2, "shard", ["stacks"], TRANSFORMS, **STACKS),
+        *(by_night("tied", world, "shard", ["tied"], TRANSFORMS) for world in (1, 2)),
+        *(by_night("uneven", world, "shard", ["base"], TRANSFORMS, kind="uneven") for world in (1, 2)),
+        by_night("dropout", 1, "shard", ["dropout"], TRANSFORMS, kind="dropout"),
+        by_night("one stack", 1, "shard", ["base"], EVERY),
+        by_night("one stack", 2, "copies", ["base"], [each for each in EVERY if each not in ON_RANKS]),
+        *(
+            by_night("other visits", world, axes, ["twice", "stacks", "pinned"], FEW)
+            for world, axes in ((1, "shard"), (2, "copies"))
+        ),
+        by_night("most", 4, "replicate", ["base"], MOST),
+        by_night("few", 4, "replicate-nodes", ["base"], FEW),
+        *(by_night("pinned", 4, axes, ["pinned"], FEW) for axes in ("replicate", "replicate-nodes")),
+        *(by_night("regularisers", 4, axes, ["base"], REGULAR, layers=3) for axes in ("shard", "replicate", "nodes")),
+        *(by_night("all visits", world, "shard", VISITS, FIRST, layers=3) for world in (1, 2, 3)),
+        *(by_night("some visits", 4, axes, TWO, FIRST, layers=3) for axes in ("replicate", "copies", "nodes")),
+        *(by_night("all visits, other derivatives", world, "shard", VISITS, OTHER, layers=3) for world in (1, 2)),
+        *(
+            by_night("other derivatives", 4, axes, ["base"], OTHER, layers=3)
+            for axes in ("replicate", "nodes", "replicate-nodes")
+        ),
     ],
 )
-def test_of_a_loss(mesh: Any, name: str, kind: str) -> None:
-    one, given = Plain(name, mesh.size(), kind), sharded(mesh, name, kind)
-    plain_of = TRANSFORMS if kind == "dropout" else PLAIN  # what linearize records draws new numbers when it is run
-    refused = (OF_DROPOUT if kind == "dropout" else {}) | (ON_RANKS if mesh.size() > 1 else {})
-    for transform, of in TRANSFORMS.items():
-        expect(transform, partial(of, *given), partial(plain_of[transform], one.loss, *one.given), refused)
+def test_of_a_loss(_: Any, axes: str, names: list[str], transforms: list[str], how: dict[str, Any]) -> None:
+    of_a_loss(made(axes), names, transforms, **how)
 
 
 # ---- inside the loss of a step
@@ -292,32 +401,32 @@ def again(step: Callable[[Tree], Tree], p: Tree) -> list[Tree]:
 @pytest.mark.parametrize("name", ["stacks", nightly("tied")], ids=["two stacks", "one stack and a tied embedding"])
 def test_in_a_step(mesh: Any, name: str) -> None:
     """By programs that recompute nothing, and all."""
-    one, (f, p, u, v) = Plain(name, mesh.size()), sharded(mesh, name, "")
-    plain_p, plain_u, plain_v = one.given
+    s = Setting(mesh, name, layers=1 if name == "stacks" else 2)
+    (p, u, v), (plain_p, plain_u, plain_v) = s.sharded, s.plain
     refused = (ON_RANKS if mesh.size() > 1 else {}) | IN_A_STEP
     for transform, of in TRANSFORMS.items():
-        loss, traces = of_step(f, u, v, of), list[Trace]()
-        on_plain = cache(partial(tf.grad(of_step(one.loss, plain_u, plain_v, PLAIN[transform])), plain_p))
+        loss, traces = of_step(s.loss, u, v, of), list[Trace]()
+        on_plain = cache(partial(tf.grad(of_step(s.mean, plain_u, plain_v, PLAIN[transform])), plain_p))
         first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat="none"), traces))
-        expect(transform, partial(again, first, p), lambda of=on_plain: 2 * [of()], refused)
+        expect(transform, partial(again, first, p), lambda of=on_plain: 2 * [of()], refused, BOUND)
         if traces:
             second = ya.grad(loss, schedule=ya.schedules.zero3(remat="all")(traces[0]))
-            expect(transform, partial(second, p), on_plain, refused)
+            expect(transform, partial(second, p), on_plain, refused, BOUND)
 
 
 @on_ranks(nightly(1), 2)
 def test_dropout_in_a_step(mesh: Any) -> None:
-    f, p, u, v = sharded(mesh, "dropout", "")
+    s = Setting(mesh, "dropout")
+    (p, u, v), (plain_p, plain_u, plain_v) = s.sharded, s.plain
     refused = OF_DROPOUT | (ON_RANKS if mesh.size() > 1 else {}) | IN_A_STEP
 
     def of_plain(transform: str) -> list[Tree]:
-        one = Plain("dropout", mesh.size(), "dropout in a step")
-        p, u, v = one.given
-        return 2 * [tf.grad(of_step(one.loss, u, v, PLAIN[transform]))(p)]
+        mean = Loss(loss_of("dropout"), s.batches, [counted_for(rank) for rank in range(mesh.size())])
+        return 2 * [tf.grad(of_step(mean, plain_u, plain_v, PLAIN[transform]))(plain_p)]
 
     for transform, of in TRANSFORMS.items():
-        step = ya.grad(of_step(f, u, v, of))
-        expect(transform, partial(again, step, p), partial(of_plain, transform), refused)
+        step = ya.grad(of_step(s.loss, u, v, of))
+        expect(transform, partial(again, step, p), partial(of_plain, transform), refused, BOUND)
 
 
 # ---- what it costs
@@ -347,8 +456,7 @@ def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
         x, _ = ya.scan(counted, x, p["layers"])
         return ya.apply(head, p["head"], x, batch_of(mesh.get_rank())["targets"]).total / 10
 
-    abstract = {key: value for key, value in base_params(layers)._asdict().items() if value is not None}
-    p = ya.init(abstract, TX, mesh=mesh, precision=DOUBLE).params
+    p = ya.init(abstract("base", layers), TX, mesh=mesh, precision=DOUBLE).params
     for name, run in COSTS.items():
         runs = 0
         with recorded() as calls:

@@ -12,15 +12,8 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from tests.harness.small import (
-    Model,
-    assert_close,
     assert_equal,
-    batch,
-    leaves,
-    loss,
     one_rank,
-    param,
-    states,
 )
 
 TX = ya.optim.sgd(0.1)
@@ -67,26 +60,6 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
         assert value == 2 * 22 / 5 and torch.isclose(grad, torch.tensor(22 / 5))
 
 
-# ---- sharded: against plain, to the bit on one rank
-
-
-def test_another_states_parameters_beside_the_differentiated_ones() -> None:
-    """A teacher: it is not cut into microbatches, and gets no gradient."""
-    (sharded, plain), (teacher, plain_teacher) = states(seed=0), states(seed=1)
-
-    def distilled(params: Model, other: Model, b: Any) -> ya.Mean:
-        mine = loss(params, b)
-        with torch.no_grad():
-            theirs = loss(other, b)
-        return ya.Mean((mine.total - theirs.total).square(), mine.weight)
-
-    both = ya.value_and_grad(distilled, microbatches=2)
-    # a plain teacher would be cut like a batch: it is closed over
-    alone = ya.value_and_grad(lambda params, b: distilled(params, plain_teacher, b), microbatches=2)
-    for _ in range(2):
-        assert_close(both(sharded, teacher, batch()), alone(plain, batch()), rtol=1e-5)
-
-
 # ---- what gets no gradient
 
 
@@ -98,14 +71,3 @@ def test_frozen_leaves_have_zero_gradients_without_memory() -> None:
         assert optree.tree_structure(grads) == optree.tree_structure(params)
         for frozen in optree.tree_leaves((grads.embed, grads.layers)):
             assert frozen.eq(0).all() and frozen.untyped_storage().nbytes() == frozen.element_size()
-
-
-def test_what_the_loss_does_not_use_has_a_zero_gradient() -> None:
-    sharded, plain = states({"a": {"w": param(3), "unused": param(2)}, "b": {"w": param(4)}})
-
-    def part(params: Any) -> Tensor:
-        return ya.apply(lambda w: w["w"].sum(), params["a"])
-
-    for _ in range(2):
-        assert_equal(ya.grad(part)(sharded), ya.grad(part)(plain))
-        assert [leaf.tolist() for leaf in leaves(ya.grad(part)(sharded))] == [[0, 0], [1, 1, 1], [0, 0, 0, 0]]

@@ -64,17 +64,3 @@ def test_a_vector_mean_in_aux_is_the_mean_over_ranks(mesh: Any, parts: int) -> N
     step = ya.train_step(with_vector, TX, has_aux=True, microbatches=parts)
     got = step(state, batch_of(mesh.get_rank()))[1]["aux"]
     compare(got, expected, 1e-12, "aux")
-
-
-@on_ranks(1, 2)
-def test_unshard_of_a_vmapped_gradient(mesh: Any) -> None:
-    """Gradients of each row by vmap, whole: those of all ranks' rows in that place, averaged, as each gradient is."""
-    w, rows = torch.rand(3, 5, generator=generator(1)).double(), torch.rand(2, 4, 5, generator=generator(0)).double()
-
-    def loss(w: Any, x: Tensor) -> Tensor:
-        return ya.apply(lambda w, x: torch.tanh(w @ x).sum(), w, x)
-
-    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))
-    sharded = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE).params["w"]
-    got = ya.unshard(each(sharded, rows[mesh.get_rank()]))
-    compare(got, sum(each(w, own) for own in rows[: mesh.size()]) / mesh.size(), 1e-12, "per example")

@@ -1,4 +1,4 @@
-"""Second derivatives of models over axes, by torch's math attention, as on plain tensors."""
+"""Derivatives of models over axes, to the second order, by torch's math attention, as on plain tensors."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import yafsdp_fn as ya
 from tests.axes.test_exact import FLOAT64, close
-from tests.axes.test_llama import CONTEXT, EXPERT, FAMILIES, SEQUENCE, Case, batch_of, config_of, wide
-from tests.harness.marks import by_name
+from tests.axes.test_llama import CONTEXT, EXPERT, FAMILIES, SEQUENCE, Case, batch_of, config_of, on_their_ranks, wide
 from tests.harness.pool import on_ranks
 
 MIXTRAL: dict[str, Any] = {"experts": 4, "router_loss": True, "router_coef": 0.1, "router_z_coef": 0.01}
@@ -20,12 +19,13 @@ CASES = {
     "context": Case({"context": 2}, CONTEXT),
     "uneven": Case({"expert": 2}, EXPERT, MIXTRAL, family="mixtral"),
     "capacity": Case({"expert": 2}, EXPERT, MIXTRAL, family="mixtral", capacity=0.6),
+    "shard, tensor": Case({"shard": 2, "tensor": 2}, SEQUENCE),
 }
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("case", by_name(CASES, "uneven"))
-def test_second_derivatives(_: Any, case: Case) -> None:
+@on_ranks()
+@pytest.mark.parametrize(("world", "case"), on_their_ranks(CASES, ("uneven", "shard, tensor")))
+def test_derivatives_of_any_order(_: Any, case: Case) -> None:
     config = config_of(case)
     family = FAMILIES[case.family]
     axes = case.axes
@@ -40,8 +40,9 @@ def test_second_derivatives(_: Any, case: Case) -> None:
             loss = family.loss(config, axes=over, **limit)
             direction = ya.normal_like(5, params)
             f = ya.functional_loss(lambda p, loss=loss, given=given: loss(p, given))
-            slope, along = jvp(grad(f), (params,), (direction,))
+            slope = jvp(f, (params,), (direction,))[1]
+            gradient, along = jvp(grad(f), (params,), (direction,))
             twice = grad(lambda p, f=f, d=direction: ya.vdot(grad(f)(p), d))(params)
-            found.append([ya.unshard(each) for each in (slope, along, twice)])
-    for name, *pair in zip(("gradient", "forward over reverse", "reverse over reverse"), *found, strict=True):
+            found.append([slope, *(ya.unshard(each) for each in (gradient, along, twice))])
+    for name, *pair in zip(("slope", "gradient", "forward over reverse", "reverse over reverse"), *found, strict=True):
         close(*map(ya.params.without_markers, pair), name)

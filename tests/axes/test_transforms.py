@@ -1,8 +1,8 @@
-"""torch.func on axes inside blocks, by ya.functional_loss: derivatives of any order are those of the plain loss."""
+"""torch.func on axes inside blocks, by ya.functional_loss: derivatives by example, inside blocks and of chunks. Those
+of models, to the second order, are in test_models_derivatives.py."""
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import optree
@@ -16,49 +16,12 @@ import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness import oracle
-from tests.harness.marks import nightly
 from tests.harness.pool import on_ranks
 from yafsdp_fn import optim
 from yafsdp_fn.schedules import zero3
 
 OF = Options(sequence_parallel=True)
 WITHOUT = ya.params.without_markers
-
-
-@functools.cache
-def plain() -> tuple[Any, Any, Any, Any]:
-    marked = oracle.plain(params(OF))
-    tree = WITHOUT(marked)
-    direction = WITHOUT(ya.normal_like(5, marked))
-    f = ya.functional_loss(lambda p: loss_of(OF)(p, batch_of(0)))
-    return grad(f)(tree), jvp(f, (tree,), (direction,))[1], _twice(f, tree, direction), _along(f, tree, direction)
-
-
-def _twice(f: Any, tree: Any, direction: Any) -> Any:
-    """The Hessian times a direction, by grad of grad."""
-    return grad(lambda p: ya.vdot(grad(f)(p), direction))(tree)
-
-
-def _along(f: Any, tree: Any, direction: Any) -> Any:
-    """The same, forward over reverse."""
-    return jvp(grad(f), (tree,), (direction,))[1]
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("world", "axes"), [(2, {"tensor": 2}), (2, {"context": 2}), nightly(4, {"shard": 2, "tensor": 2})]
-)
-def test_derivatives_of_any_order(_: Any, axes: dict[str, int]) -> None:
-    mesh = mesh_of(**axes)
-    state = ya.init(params(OF), mesh=mesh, precision=FLOAT64)
-    direction = ya.normal_like(5, state.params)
-    batch = ya.shard_batch(batch_of(0), mesh, split={"context": 1})
-    f = ya.functional_loss(lambda p: loss_of(OF)(p, batch))
-    gradient, slope, twice, along = plain()
-    close(grad(f)(state.params), gradient, "gradient")
-    close(jvp(f, (state.params,), (direction,))[1], slope, "slope")
-    close(_twice(f, state.params, direction), twice, "Hessian")
-    close(_along(f, state.params, direction), along, "Hessian, forward over reverse")
 
 
 # ---- by example

@@ -182,14 +182,18 @@ class Plain:
         formats = [getattr(wire, way) for wire in self.wires]
         return [self.passed(*each) for each in zip(self.names, formats, leaves, strict=True)]
 
+    def seen(self, whole: Sequence[Tensor]) -> list[Tensor]:
+        """What blocks see of whole leaves, to be differentiated."""
+        passed = zip(self.all_passed(whole, "gather"), self.dtypes, strict=True)
+        return [leaf.detach().to(dtype).requires_grad_() for leaf, dtype in passed]
+
     def value_and_grad(
         self, params: Any, batches: list[Batch], parts: int = 1, deferred: bool = False, per_node: int = 1
     ) -> tuple[Tensor, Any]:
         """`deferred`: a rank reduces the sum over its microbatches, else each one. `per_node`: ranks whose sum, of each
         reduction, passes once more; 1: none does."""
         whole = optree.tree_leaves(ya.params.without_markers(params))
-        passed = zip(self.all_passed(whole, "gather"), self.dtypes, strict=True)
-        leaves = [leaf.detach().to(dtype).requires_grad_() for leaf, dtype in passed]
+        leaves = self.seen(whole)
         sums = [torch.zeros_like(leaf) for leaf in whole]
         value, weights = torch.zeros((), dtype=F64), 0.0
         reduced: list[list[list[Tensor]]] = []  # by rank and reduction
@@ -255,6 +259,29 @@ def gradients_and_steps(
             oracle = oracle.apply_gradients(plain.trained(plain.value_and_grad(latest, now, *how)[1]), TX)
             state, _ = step(state, now[mesh.get_rank()])
         compare(plain.trained(state), oracle.params, 10 * tolerance, f"{said}: three steps")
+
+
+def derivatives(mesh: Any, plain: Plain, state: Any, tolerance: float) -> tuple[Tensor, Any]:
+    """Outside of steps, those of torch.func: gradients are the plain loop's, which comes back, and a tangent that of
+    autograd on what blocks see, to `tolerance`."""
+    params, batches = whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
+    expected = plain.value_and_grad(params, batches)
+    mine, weight = batches[mesh.get_rank()], sum(int((batch["targets"] >= 0).sum()) for batch in batches)
+
+    def total(params: Any) -> Tensor:
+        return plain.loss(params, mine).total.double() * mesh.size() / weight
+
+    # gradients are scaled before they are rounded, by no power of two
+    compare(ya.unshard(torch.func.grad(total)(state.params)), expected[1], 2e-2, "torch.func.grad")
+    tangents = ya.normal_like(3, state.params)
+    with torch.no_grad():
+        _, along = torch.func.jvp(total, (state.params,), (tangents,))
+    leaves = plain.seen(optree.tree_leaves(params))
+    slopes = torch.autograd.grad(total(optree.tree_unflatten(plain.spec, leaves)), leaves)
+    pairs = zip(slopes, optree.tree_leaves(ya.unshard(tangents)), strict=True)
+    each = torch.stack([(slope.double() * direction).sum() for slope, direction in pairs])
+    assert abs(float(along - each.sum())) < tolerance * float(each.abs().sum()), "tangents do not pass through a format"
+    return expected
 
 
 def across_stages(plain: Plain, sharding: ya.schedules.Schedule, tolerance: float, precision: ya.Precision) -> None:

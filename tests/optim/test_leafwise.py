@@ -102,6 +102,8 @@ TXS: dict[str, Any] = {
     ),
     "masked": optim.chain(optim.masked(centralized(), some), optim.sgd(0.1)),
     "foreign": optim.chain(optim.trace(0.5), sizes(), optim.scale(-0.1)),
+    "foreign, alone": sizes(),
+    "foreign, masked": optim.chain(optim.masked(sizes(), some), optim.scale(-0.1)),
     "clipped later": optim.chain(centralized(), optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
 }
 IN_PROGRAMS = [name for name in TXS if optim.why_not_unitwise(TXS[name]) is None]
@@ -188,7 +190,7 @@ def test_labels_that_do_not_fit() -> None:
         optim.partition(parts, {"embed": "a", "head": "b"})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", ["partition, scaled", "masked", "foreign", "partition of a norm", "clipped later"])
+@pytest.mark.parametrize("name", [name for name in TXS if name not in IN_PROGRAMS])
 def test_what_takes_no_step_unit_by_unit(name: str) -> None:
     step = ya.train_step(loss, TXS[name], schedule=ya.schedules.zero3(update=True))
     with pytest.raises(ValueError, match=r"the program updates unit by unit, but .*; pass update=False"):

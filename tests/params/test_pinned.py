@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare
+from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, Params, base_params, layer, pinned
 from tests.harness.small import one_rank, param
@@ -129,15 +129,3 @@ def test_a_slice_of_the_pinned_unit_is_no_output() -> None:
         ya.value_and_grad(lambda p: ya.scan(lambda x, w: (w.gate, None), torch.zeros(7), p.layers)[0].sum())(
             state.params
         )
-
-
-@on_ranks(2)
-def test_checkpoints_fit_trees_without_the_marker(mesh, tmp_path):
-    """And those fit trees with it."""
-    state = ya.init(tree(), TX, mesh=mesh)
-    state = state.apply_gradients(ya.normal_like(0, state.params), TX)
-    want = ya.unshard(state.params), ya.unshard(state.opt_state)
-    for name, abstract in (("marked", base_params(3)), ("unmarked", tree())):
-        ya.checkpoint.save(tmp_path / name, state)
-        state, _ = ya.checkpoint.load(tmp_path / name, ya.init(abstract, TX, mesh=mesh, seed=1))
-        compare((ya.unshard(state.params), ya.unshard(state.opt_state)), want, 0.0, name)

@@ -152,7 +152,7 @@ def exact(mesh: Any, pairs: list[tuple[Block, Any]]) -> None:
 @on_ranks(1, 2)
 def test_blocks(mesh: Any) -> None:
     """Against the plain loop, recomputed or not, in chunks or not."""
-    blocks = BLOCKS if mesh.size() == 1 else [several_uses, hooked, again, checkpointed]
+    blocks = BLOCKS if mesh.size() == 1 else [several_uses, inner_twice, hooked, again, checkpointed]
     exact(mesh, [(block, plain_head) for block in blocks])
 
 

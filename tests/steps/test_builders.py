@@ -16,10 +16,11 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.failing import bits, same
+from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import on_ranks
-from tests.harness.problems import PROBLEMS, Batch, Problem
+from tests.harness.problems import PROBLEMS, Batch, Params, Problem, base_loss, base_params, layer
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.gloo import GlooGroup
 
@@ -47,7 +48,21 @@ BUILDERS: dict[str, tuple[str, dict[str, ya.schedules.Schedule]]] = {
     "hpz": ("nodes", {"hpz-2": s.hpz(2), "hpz-all": s.hpz(9, remat=ya.schedules.remat.every(2)), "zero2": s.zero2()}),
 }
 REPLICAS = ("ddp", "hsdp", "hpz")
+
+
+def unvisited_params(layers: int) -> Params:
+    """Nothing visits `more`."""
+    return base_params(layers)._replace(more=ya.Stacked(layer(2)))
+
+
+def regularised_loss(params: Params, batch: Batch) -> ya.Mean:
+    """Reads leaves beside its visits: every rank's part of the total has the whole regulariser, by its weight."""
+    total, weight = base_loss(params, batch)
+    return ya.Mean(total + 0.01 * weight.double() * ya.vdot(params.head, params.head), weight)
+
+
 KINDS = ("stacks", "tied", "frozen", "pairs", "pinned")
+BESIDE = Problem(unvisited_params, regularised_loss, revisits=True)
 
 
 # ---- gradients
@@ -78,6 +93,24 @@ def test_gradients_are_those_of_the_plain_loop(mesh: Any, builder: str) -> None:
 def test_so_are_those_of_units_of_all_kinds(mesh: Any, builder: str, name: str) -> None:
     """Two stacks of different layers, tied, frozen and pinned units."""
     gradients(mesh, builder, name)
+
+
+@on_ranks()
+@pytest.mark.parametrize(
+    ("world", "builder"),
+    [
+        (2, "zero3"),
+        (4, "hsdp"),
+        *((nightly(2, each)) for each in ("zero1", "zero2", "fsdp2")),
+        nightly(4, "ddp"),
+        nightly(4, "hpz"),
+    ],
+)
+def test_so_are_those_of_what_no_visit_reads(_: Any, builder: str) -> None:
+    """Leaves that the loss reads beside its visits, and those that it does not read at all."""
+    kind, schedules = BUILDERS[builder]
+    for problem in (BESIDE, Problem(unvisited_params, base_loss)):
+        check_exact(made(kind), problem, layers=3, schedules=schedules, microbatches=(3,))
 
 
 # ---- collectives
@@ -172,17 +205,17 @@ UPDATED: dict[str, Any] = {
 @pytest.mark.parametrize("clips", [True, False])
 def test_updates_in_the_program_have_the_bits_of_the_separate_step(mesh: Any, builder: str, clips: bool) -> None:
     """Where the step clips and skips, and where it does neither."""
-    problem = PROBLEMS["frozen" if mesh.size() == 2 else "base"]
     mesh, factory = made(BUILDERS[builder][0]), UPDATED[builder]
     clip = [ya.optim.clip_by_global_norm(0.1)] if clips else []
     tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
     batches = [batch_of(mesh.get_rank(), seed=seed) for seed in range(3)]
-    apart, told, _ = trained(mesh, problem, tx, factory(), batches, clips)
-    state, metrics, program = trained(mesh, problem, tx, factory(update=True), batches, clips)
-    assert program.has_updates
-    assert same(bits(state), bits(apart))
-    assert state.step == apart.step == 3 and torch.equal(metrics["loss"], told["loss"])
-    torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
+    for problem in (PROBLEMS["frozen" if mesh.size() == 2 else "base"], BESIDE):
+        apart, told, _ = trained(mesh, problem, tx, factory(), batches, clips)
+        state, metrics, program = trained(mesh, problem, tx, factory(update=True), batches, clips)
+        assert program.has_updates
+        assert same(bits(state), bits(apart))
+        assert state.step == apart.step == 3 and torch.equal(metrics["loss"], told["loss"])
+        torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
 
 
 # ---- where a builder does not make sense

@@ -7,7 +7,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from tests.harness.formats import (
     Plain,
     across_stages,
     alike,
+    derivatives,
     gradients_and_steps,
     loss_of,
     normal,
@@ -172,22 +172,9 @@ def test_what_travels_is_what_the_program_says(mesh: Any) -> None:
 
 @on_ranks(1, 2)
 def test_derivatives_by_torch(mesh: Any) -> None:
+    """Products are in bf16, of which torch makes those of tangents otherwise."""
     abstract = tree()
-    state, params, batches = begun(mesh, abstract)
-    _, grads = plain_of(abstract).value_and_grad(params, batches)
-    weight = sum(int((batch["targets"] >= 0).sum()) for batch in batches)
-
-    def total(params: Any) -> Tensor:
-        mean = loss(params, batches[mesh.get_rank()])
-        return mean.total.double() * mesh.size() / weight
-
-    compare(torch.func.grad(total)(state.params), grads, 2e-2, "torch.func.grad")  # bf16: scaled before, not behind
-    tangents = optree.tree_map(torch.ones_like, state.params)
-    with torch.no_grad():
-        _, along = torch.func.jvp(total, (state.params,), (tangents,))
-    dot = sum(leaf.sum() for leaf in optree.tree_leaves(grads))
-    if mesh.size() == 1:
-        assert abs(float(along - dot)) < 5e-2 * abs(float(dot))
+    derivatives(mesh, plain_of(abstract), ya.init(abstract, TX, mesh=mesh, precision=HALF), 5e-2)
 
 
 def reproduced(_: Any) -> int:

@@ -163,12 +163,6 @@ LOSSES: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         ValueError,
         "the loss does not depend on the differentiated arguments: it was detached",
     ),
-    "a weight of the parameters": (
-        lambda p, d: ya.Mean(loss(p, d), optree.tree_leaves(p)[0].sum()),
-        {},
-        ValueError,
-        "the loss: the weight of a Mean depends on parameters; its gradient would be lost. Detach it",
-    ),
     "a weight per row": (
         lambda p, d: ya.Mean(loss(p, d), torch.ones(4)),
         {},
@@ -212,20 +206,6 @@ def test_wrong_divisions_of_a_batch() -> None:
         ya.train_step(loss, TX, microbatches=2.0)
 
 
-def test_foreign_optimizers() -> None:
-    """A pair of functions nobody vouches for is given whole trees, wherever it comes in; not unit by unit."""
-    foreign: Any = (TX.init, TX.update)
-    masked = ya.optim.masked(foreign, lambda path, param: True)
-    for tx in (foreign, ya.optim.chain(ya.optim.scale(1.0), foreign), masked):
-        step = ya.train_step(loss, tx)
-        ours, (expected, _) = step(state(tx=tx), batch())[0], step(plain(tx), batch())
-        assert same(optree.tree_leaves(ya.unshard(ours)), optree.tree_leaves(expected.params))
-        with pytest.raises(ValueError, match=r"program updates unit by unit, but .* does not declare `elementwise`"):
-            ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=True)).lower(state(tx=tx), batch())
-    with pytest.raises((TypeError, ValueError), match=r"optimizer|optim"):
-        ya.train_step(loss, ya.optim.sgd(1.0))(state(), batch())
-
-
 def test_arguments_of_steps() -> None:
     now = state()
     with pytest.raises(TypeError, match=r"schedule.*zero3\(\)"):  # the call forgotten
@@ -233,4 +213,6 @@ def test_arguments_of_steps() -> None:
     for factory in (ya.schedules.zero3, ya.schedules.zero2):
         with pytest.raises(ValueError, match=rf"{factory.__name__}\(prefetch=-1\): expected an integer >= 0"):
             factory(prefetch=-1)
+    with pytest.raises((TypeError, ValueError), match=r"optimizer|optim"):  # not that of the state
+        ya.train_step(loss, ya.optim.sgd(1.0))(now, batch())
     assert same(bits(now), bits(state()))

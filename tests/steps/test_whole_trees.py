@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.oracle import batch_of, compare, global_batch, plain, relative, whole
+from tests.harness.oracle import batch_of, compare, own_and_all, plain, relative, whole
 from tests.harness.pool import on_ranks
-from tests.harness.problems import PROBLEMS, TX, Layer, Params, base_loss, base_params
+from tests.harness.problems import PROBLEMS, TX, Params, base_loss, base_params
 
 NAMES = ("base", "tied", "stacks", "frozen", "units", "pinned")
 WORLDS = on_ranks(1, 2, 3, 4)
@@ -120,23 +120,9 @@ def test_numbers_over_trees(mesh: Any, name: str) -> None:
 # ---- map_whole_layers
 
 
-def newton_schulz(layer: Layer, gradient: Layer) -> Layer:
-    """An update that needs whole matrices: rows and columns meet."""
-
-    def update(w: Tensor, g: Tensor) -> Tensor:
-        if g.ndim < 2:
-            return w - 0.1 * g
-        x = g / (g.norm() + 1e-6)
-        for _ in range(3):
-            x = 1.5 * x - 0.5 * x @ x.T @ x
-        return w - 0.1 * x
-
-    return optree.tree_map(update, layer, gradient)
-
-
 @WORLDS
 def test_map_layers(mesh: Any) -> None:
-    ranks, rank = mesh.size(), mesh.get_rank()
+    """Of masters, in the dtype of the parameters; what comes out goes on as a stack of the state."""
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
         marked = whole(plain(base_params(3)))
@@ -145,31 +131,18 @@ def test_map_layers(mesh: Any) -> None:
         kept = ya.map_whole_layers(lambda layer: layer, stack)
         for got, expected in zip(kept.leaves, stack.leaves, strict=True):
             assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
-        for function, what in (
-            (
-                lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer),
-                "an elementwise function, in another dtype",
-            ),
-            (lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}, "statistics"),
-        ):
-            compare(ya.map_whole_layers(function, stack), ya.map_whole_layers(function, rows), 0.0, what)
+        statistics = lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}  # noqa: E731
+        compare(ya.map_whole_layers(statistics, stack), ya.map_whole_layers(statistics, rows), 0.0, "statistics")
 
-        function = ya.value_and_grad(base_loss)
-        _, grads = function(state.params, batch_of(rank))
-        whole_grads = ya.unshard(grads).layers
-        moved = ya.map_whole_layers(newton_schulz, stack, grads.layers)
-        compare(moved, ya.map_whole_layers(newton_schulz, rows, whole_grads), 1e-6, "rest=gradients")
-        shift = torch.arange(3.0)
-        added = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), stack, shift)
-        expected = ya.map_whole_layers(lambda layer, s: optree.tree_map(lambda x: x + s, layer), rows, shift)
-        compare(added, expected, 0.0, "rest=a plain tensor")
-
-        # the result is a stack: the state goes on with it
-        params = state.params._replace(layers=moved)
-        value, _ = function(params, batch_of(rank))
-        plain_params = marked._replace(layers=ya.unshard(moved))
+        wide = lambda layer: optree.tree_map(lambda x: 2 * x.double(), layer)  # noqa: E731
+        doubled, expected = (ya.map_whole_layers(wide, of) for of in (stack, rows))
+        compare(doubled, expected, 0.0, "an elementwise function, in another dtype")
         if precision == ya.Precision():
-            compare(value, ya.value_and_grad(base_loss)(plain_params, global_batch(ranks))[0], 1e-6, "the moved stack")
+            mine, everything = own_and_all(mesh)
+            value = ya.eval_step(base_loss)(state.params._replace(layers=doubled), mine)["loss"]
+            narrow = marked._replace(layers=optree.tree_map(Tensor.float, expected))
+            plain_value = ya.eval_step(base_loss)(narrow, everything)["loss"]
+            compare(value, plain_value, 1e-6, "the moved stack")
 
 
 def changed(layer: Any, gradient: Any, at: Tensor) -> Any:
@@ -187,8 +160,9 @@ def spoiling(*layers: Any) -> Any:
 
 
 def several_units(mesh: Any) -> None:
-    """Layers of two units, of a frozen and a trained one, and of pinned leaves, beside their gradients."""
+    """Layers of one unit, of two, of a frozen and a trained one, and of pinned leaves, beside their gradients."""
     for name, of in (
+        ("base", "layers"),
         ("units", "layers"),
         ("frozen", "more"),
         ("frozen", "layers"),

@@ -92,6 +92,16 @@ def rows_of(
     return rows, json.loads(json.dumps(positions[0]))
 
 
+def stopped_and_taken_up(one: Rows, total: int, most: int) -> list[dict[str, list[int]]]:
+    """The first rows, read by 1, 2 or 3 ranks in turn, which stop after some steps, fewer than `most`."""
+    draw, position, found = random.Random(1), 0, list[Row]()
+    while len(found) < total:
+        ranks, size = draw.choice([1, 2, 3]), draw.choice([1, 2])
+        rows, position = rows_of(one, position, ranks, size, draw.randrange(1, most), read_ahead=draw.random() < 0.5)
+        found += rows
+    return [lists(row) for row in found[:total]]
+
+
 def on_the_hub(monkeypatch: pytest.MonkeyPatch, **splits: datasets.Dataset) -> list[tuple[Any, ...]]:
     """The dataset org/name is there, with these splits. Returns what is asked: name, split, and whether streamed."""
     asked = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 import struct
 from collections.abc import Iterator
 from itertools import count, islice
@@ -16,7 +15,7 @@ import pytest
 import torch
 
 from tests.harness.pool import Pools
-from tests.train.data.tables import lists, rows_of, texts
+from tests.train.data.tables import lists, rows_of, stopped_and_taken_up, texts
 from tests.train.data.test_runs_on_data import together
 from tests.train.data.test_sources import opened
 from tests.train.inside import WINDOW, flags, inside, killed, of_others, resumed, without
@@ -312,12 +311,7 @@ def test_pipelines_go_on_where_they_were_on_any_number_of_ranks(
     one = pipeline(tmp_path, source, name)
     total = 33 if name != "worked" else 14  # processes take a while to begin
     expected = [lists(row) for row in islice(by_hand(one, seed=3), total)]
-    draw, position, broken = random.Random(1), 0, list[Row]()
-    while len(broken) < total:
-        ranks, size = draw.choice([1, 2, 3]), draw.choice([1, 2])
-        rows, position = rows_of(one, position, ranks, size, draw.randrange(1, 4), read_ahead=draw.random() < 0.5)
-        broken += rows
-    assert [lists(row) for row in broken[:total]] == expected
+    assert stopped_and_taken_up(one, total, 4) == expected
     assert len({str(row) for row in expected[:11]}) == len({str(row) for row in expected[:9]}) + 2 or not library
     assert one.fingerprint() == pipeline(tmp_path, source, name).fingerprint()
 

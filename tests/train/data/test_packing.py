@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from tests.train.data.tables import jsonl, lists, packed_by_hand, parquet, rows_of, text_of, texts
+from tests.train.data.tables import (
+    jsonl,
+    lists,
+    packed_by_hand,
+    parquet,
+    rows_of,
+    stopped_and_taken_up,
+    text_of,
+    texts,
+)
 from train.config import ConfigError
 from train.data.documents import Table, TextFiles
-from train.data.rows import Row
 from train.data.store import Packed, Packing, tokenised
 from train.data.stream import Stream
 from train.data.tokenizer import Bytes
@@ -84,12 +91,7 @@ def test_every_document_is_read_once_an_epoch_whoever_reads_and_stops(tmp_path: 
     one = stream((jsonl if packing == "documents" else parquet)(tmp_path, found), packing=packing)
     total = 150
     unbroken, _ = rows_of(one, 0, 1, 1, total, read_ahead=False)
-    draw, position, broken = random.Random(1), 0, list[Row]()
-    while len(broken) < total:
-        ranks, size = draw.choice([1, 2, 3]), draw.choice([1, 2])
-        rows, position = rows_of(one, position, ranks, size, draw.randrange(1, 6), read_ahead=draw.random() < 0.5)
-        broken += rows
-    assert [lists(row) for row in broken[:total]] == [lists(row) for row in unbroken]
+    assert stopped_and_taken_up(one, total, 6) == [lists(row) for row in unbroken]
     if packing == "stream":
         read = text_of(unbroken).split("\0")
         epochs = [read[:90], read[90:180]]
