@@ -429,6 +429,9 @@ UNCLEAR = {
         ya.optim.adamw(lambda count: None)
     ),
     "TypeError: shard_batch: x is a sparse tensor: give it dense (x.to_dense())": cutting({"x": ROWS.to_sparse()}),
+    "TypeError: microbatches: x of argument 1 is a sparse tensor: give it dense": stepping(
+        {"x": ROWS.to_sparse()}, microbatches=2
+    ),
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
     ),

@@ -93,6 +93,45 @@ def test_replaced_parameters(mesh: Any) -> None:
 
 
 @WORLDS
+def test_moments_of_a_copy(mesh: Any) -> None:
+    """A state goes on with the moments that a copy of it has: the copy goes on from there, too."""
+    step = ya.train_step(base_loss, TX)
+    mine, everything = own_and_all(mesh)
+    state, _ = step(ya.init(base_params(3), TX, mesh=mesh), mine)
+    oracle, _ = step(ya.PlainState.create(base_params(3), TX), everything)
+    kept, oracle_kept = state.copy(), oracle
+    state, oracle = check_steps((step, state), (step, oracle), [(mine, everything)], 1e-5, "one step")
+    for number in range(2):
+        state, oracle = (
+            dataclasses.replace(state, opt_state=kept.opt_state),
+            dataclasses.replace(oracle, opt_state=oracle_kept.opt_state),
+        )
+        batches = [own_and_all(mesh, seed=number)]
+        state, oracle = check_steps((step, state), (step, oracle), batches, 1e-5, "with the copy's moments")
+    check_steps((step, kept), (step, oracle_kept), [(mine, everything)], 1e-5, "the copy")
+
+
+@WORLDS
+def test_parameters_of_the_state_itself_in_a_batch(mesh: Any) -> None:
+    """As a teacher of this step has them: the step donates them, and ends."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            taught = base_loss(batch["teacher"], batch)
+        own = base_loss(params, batch)
+        return ya.Mean(own.total * (1 + taught.total * 0), own.weight)
+
+    mine, _ = own_and_all(mesh)
+    found = []
+    for each in (loss, base_loss):
+        state, step = ya.init(base_params(3), TX, mesh=mesh), ya.train_step(each, TX)
+        for _ in range(2):
+            state, _ = step(state, mine | {"teacher": state.params})
+        found.append(bits(state))
+    assert same(*found)
+
+
+@WORLDS
 def test_batches_of_any_shape(mesh: Any) -> None:
     """A program depends on visits, never on shapes: batches may change theirs from step to step."""
     state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)

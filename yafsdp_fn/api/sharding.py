@@ -38,7 +38,7 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
+from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of, tensors_of
 from yafsdp_fn.runtime.whole_layers import must_be_constants
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.torch_private import memory_key
@@ -303,6 +303,7 @@ def _made(
     opt_state = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) and memory_key(x) in held else x, opt_state)
     if tx is not None and memory.trained and precision.lost is not None:
         warnings.warn(precision.lost, stacklevel=5)
+    memory.moments = tensors_of(opt_state)
     return ShardedState(params, opt_state, step, seed, memory)
 
 

@@ -7,7 +7,8 @@ Donation happens at the commit, the last thing a step does, so that an exception
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import optree
@@ -108,7 +109,11 @@ class ShardedState:
         # the first step of this optimizer here
         must_be_state_of(tx, trainable(self.memory.abstract().meta_params()), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
-            return UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+            # moments of another state, or of one's own, are copied: a step writes to them
+            opt_state = _copied(self.opt_state, but=self.memory.moments)
+            self.memory.moments = tensors_of(opt_state)
+            copies = trainable(self.memory.copies(self.seed, self.step))
+            return UnitSteps(tx, trainable(self.params), grads, opt_state, copies)
 
     def stepped(
         self, tx: optim.GradientTransformation, steps: UnitSteps, found_inf: Tensor | None = None
@@ -151,6 +156,8 @@ class ShardedState:
 
     def over(self, memory: StateMemory, opt_state: Tree) -> "ShardedState":
         """Returns this step and seed over `memory` as it is now."""
+        if memory is not self.memory:
+            memory.moments = tensors_of(opt_state)
         params = memory.params(self.seed, self.step)
         steps = self.unit_steps if memory is self.memory else None
         return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
@@ -160,10 +167,18 @@ def _bytes(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in tensors_in(tree))
 
 
-def _copied(tree: Tree) -> Tree:
+def tensors_of(opt_state: Tree) -> frozenset[weakref.ref[Tensor]]:
+    """Returns references to the tensors of an optimizer's state, which keep none of them."""
+    return frozenset(map(weakref.ref, tensors_in(opt_state)))
+
+
+def _copied(tree: Tree, but: Collection[weakref.ref[Tensor]] = ()) -> Tree:
+    """Returns `tree` with a copy of each tensor, but of those that stay."""
+
     def copied(x: Any) -> Any:
-        # what is on the host is pinned, as it was
-        return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor) or weakref.ref(x) in but:
+            return x
+        return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x)  # what is on the host is pinned, as it was
 
     return optree.tree_map(copied, tree)
 
