@@ -277,6 +277,13 @@ def drawing(updates: Any, state: Any, params: Any) -> Any:
     return optree.tree_map(lambda leaf: leaf + torch.randn_like(leaf), updates), state
 
 
+def of_two(mesh: Any) -> Any:
+    """A visit to layers of a student and of its teacher at once."""
+    block = lambda x, both: (x + ya.linear(x, both[0]["w"] - both[1]["w"]), None)  # noqa: E731
+    student, teacher = new(mesh), new(mesh)
+    return ya.scan(block, ROWS, (student.params["layers"], teacher.params["layers"]))
+
+
 def by(update: Any) -> Any:
     return lambda params: optree.tree_map(torch.zeros_like, params), update
 
@@ -301,6 +308,7 @@ class Attributes:
 HOOKED = "RuntimeError: a leaf of the parameters has a hook for its gradient, which would not be called"
 
 SILENT = {
+    "ValueError: layers+layers[0]: the block gets layers of two trees, of two states or of": of_two,
     "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew (.item(), "
     "torch.tensor), computed under no_grad": stepping(
         loss=of_block(ungraded), schedule=ya.schedules.zero3(remat="all")
