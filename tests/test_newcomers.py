@@ -293,6 +293,11 @@ def taking(tx: Any) -> Case:
     return lambda mesh: ya.train_step(loss_fn, tx)(new(mesh, tx), BATCH)
 
 
+def renamed(mesh: Any) -> Any:
+    state = new(mesh)
+    return dataclasses.replace(state, params={"blocks": state.params["layers"]})
+
+
 def mapped(mesh: Any) -> Any:
     state, step = new(mesh), ya.train_step(loss_fn, TX)
     return torch.func.vmap(lambda rows: step(state, {"x": rows})[1]["loss"])(ROWS[None])
@@ -437,6 +442,10 @@ UNCLEAR = {
         ya.optim.adamw(lambda count: None)
     ),
     "TypeError: shard_batch: x is a sparse tensor: give it dense (x.to_dense())": cutting({"x": ROWS.to_sparse()}),
+    "ValueError: the state's params are {'blocks': 'layers'} now, and were made as {'layers': 'layers'}, to": (
+        lambda mesh: taken(renamed(mesh), TX)
+    ),
+    "ValueError: the state's params are {'blocks': 'layers'} now": lambda mesh: ya.shard(renamed(mesh).params, TX),
     "TypeError: microbatches: x of argument 1 is a sparse tensor: give it dense": stepping(
         {"x": ROWS.to_sparse()}, microbatches=2
     ),

@@ -21,10 +21,11 @@ from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.optim.base import must_be_state_of
 from yafsdp_fn.optim.step.units import UnitSteps
+from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.markers import register_node
 from yafsdp_fn.params.one_state import words
 from yafsdp_fn.params.precision import Precision
-from yafsdp_fn.params.sharded import Sharded, handles, trainable
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
@@ -79,6 +80,7 @@ class ShardedState:
         if self.generation != self.memory.generation:
             raise RuntimeError(f"this state (step {self.step}) {self.memory.why_gone()}")
         memory = memory_of(handles(self.params))
+        must_be_laid_out(self.params, memory.layout)
         # replaced leaves get memory of their own, since steps write in place
         return self if memory is self.memory else self.over(memory, _copied(self.opt_state))
 
@@ -198,6 +200,21 @@ def must_be_sharded(state: Any, what: str) -> ShardedState:
         got = type(state).__name__
         raise TypeError(f"{what}, got {got}: the state itself, as ya.init, ya.shard or the step before returned it")
     return state
+
+
+def must_be_laid_out(tree: Tree, layout: TreeLayout) -> None:
+    """Raises ValueError for parts of a state's parameters in another tree than theirs."""
+    nodes, container = optree.tree_flatten(tree, is_leaf=is_sharded)
+    if not all(map(is_sharded, nodes)):
+        return
+    entries = [node.entry for node in nodes]
+    if container != layout.container or entries != list(layout.entries):
+        got = optree.tree_unflatten(container, [entry.name for entry in entries])
+        made = optree.tree_unflatten(layout.container, [entry.name for entry in layout.entries])
+        raise ValueError(
+            f"the state's params are {got} now, and were made as {made}, to which a step would return. Rename, swap or "
+            "leave out parts inside of the loss, or make a state of the new tree: ya.shard(ya.unshard(tree), tx)"
+        )
 
 
 def memory_of(found: Sequence[Sharded]) -> StateMemory:
