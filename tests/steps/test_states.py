@@ -93,6 +93,20 @@ def test_replaced_parameters(mesh: Any) -> None:
 
 
 @WORLDS
+def test_parameters_of_another_state(mesh: Any) -> None:
+    """A state that goes on from them keeps its own precision; the other state stays as it is."""
+    step, batches = ya.train_step(base_loss, TX), [own_and_all(mesh)]
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    other = ya.init(base_params(3), TX, mesh=mesh, seed=1, precision=ya.Precision(compute=torch.bfloat16))
+    oracle, oracle_other = (ya.PlainState.create(base_params(3), TX, seed=seed) for seed in (0, 1))
+    for params in (other.params, optree.tree_map(lambda of_other, _: of_other.clone(), other.params, state.params)):
+        both = dataclasses.replace(state, params=params), dataclasses.replace(oracle, params=oracle_other.params)
+        taken, _ = check_steps((step, both[0]), (step, both[1]), batches, 1e-5)
+        assert taken.precision == state.precision
+    assert step(other, batches[0][0])[0].step == 1
+
+
+@WORLDS
 def test_moments_of_a_copy(mesh: Any) -> None:
     """A state goes on with the moments that a copy of it has: the copy goes on from there, too."""
     step = ya.train_step(base_loss, TX)

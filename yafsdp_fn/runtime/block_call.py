@@ -202,9 +202,9 @@ class BlockCall(TensorCall):
             if isinstance(leaf, HandleWeights):
                 self.rows.append(leaf)
                 for unit, group in zip(leaf.units, leaf.groups, strict=True):
-                    first = self.of_unit.setdefault(unit, (group, leaf))[1].handle
+                    known = self.of_unit.setdefault(unit, (group, leaf))[1].handle
                     # a unit has one number in all states, and in trees like them
-                    if first is not leaf.handle and list(map(id, first.leaves)) != list(map(id, leaf.handle.leaves)):
+                    if known is not leaf.handle and list(map(id, known.leaves)) != list(map(id, leaf.handle.leaves)):
                         raise errors.of_two_trees(name, group.name)
         self.units = tuple(self.of_unit)
         ranks = self.rows[0].handle.context.origin.owner.comms

@@ -79,10 +79,16 @@ class ShardedState:
         """Returns this state, ready for use. Raises RuntimeError if a later state has taken its memory."""
         if self.generation != self.memory.generation:
             raise RuntimeError(f"this state (step {self.step}) {self.memory.why_gone()}")
-        memory = memory_of(handles(self.params))
-        must_be_laid_out(self.params, memory.layout)
-        # replaced leaves get memory of their own, since steps write in place
-        return self if memory is self.memory else self.over(memory, _copied(self.opt_state))
+        found, own = handles(self.params), self.memory
+        memory = memory_of(found)
+        must_be_laid_out(self.params, own.layout)
+        if memory is own:
+            return self
+        # replaced leaves get memory of their own, since steps write in place; those of another state get this one's
+        # mesh and precision
+        if found[0].owner is not own:
+            memory = own.over(_masters(own, found))
+        return self.over(memory, _copied(self.opt_state))
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "ShardedState":
         """Takes one optimizer step in place; donates this state, and may overwrite `grads`."""
@@ -211,9 +217,11 @@ def must_be_laid_out(tree: Tree, layout: TreeLayout) -> None:
     if container != layout.container or entries != list(layout.entries):
         got = optree.tree_unflatten(container, [entry.name for entry in entries])
         made = optree.tree_unflatten(layout.container, [entry.name for entry in layout.entries])
+        how = " with leaves that are frozen, cut or encoded otherwise" if got == made else ""
         raise ValueError(
-            f"the state's params are {got} now, and were made as {made}, to which a step would return. Rename, swap or "
-            "leave out parts inside of the loss, or make a state of the new tree: ya.shard(ya.unshard(tree), tx)"
+            f"the state's params are {got} now, and were made as {made}{how}, to which a step would return. Rename, "
+            "swap or leave out parts inside of the loss, or make a state of the new tree: "
+            "ya.shard(ya.unshard(tree), tx)"
         )
 
 
@@ -238,6 +246,11 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
         return memory
     # else copies, since steps write in place
+    return memory.over(_masters(memory, found))
+
+
+def _masters(memory: StateMemory, found: Sequence[Sharded]) -> list[Tensor]:
+    """Returns the masters of `memory` with copies of the leaves of these handles in their place."""
     masters = memory.masters()
     for handle in found:
         for k, group, leaf in handle.group_leaves():
@@ -245,7 +258,7 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
-    return memory.over(masters)
+    return masters
 
 
 # ---- The optimizer's part of a training step.
