@@ -277,6 +277,13 @@ def drawing(updates: Any, state: Any, params: Any) -> Any:
     return optree.tree_map(lambda leaf: leaf + torch.randn_like(leaf), updates), state
 
 
+def of_two(mesh: Any) -> Any:
+    """A visit to layers of a student and of its teacher at once."""
+    block = lambda x, both: (x + ya.linear(x, both[0]["w"] - both[1]["w"]), None)  # noqa: E731
+    student, teacher = new(mesh), new(mesh)
+    return ya.scan(block, ROWS, (student.params["layers"], teacher.params["layers"]))
+
+
 def by(update: Any) -> Any:
     return lambda params: optree.tree_map(torch.zeros_like, params), update
 
@@ -284,6 +291,11 @@ def by(update: Any) -> Any:
 def taking(tx: Any) -> Case:
     """A step of an optimizer of one's own."""
     return lambda mesh: ya.train_step(loss_fn, tx)(new(mesh, tx), BATCH)
+
+
+def renamed(mesh: Any) -> Any:
+    state = new(mesh)
+    return dataclasses.replace(state, params={"blocks": state.params["layers"]})
 
 
 def mapped(mesh: Any) -> Any:
@@ -301,6 +313,7 @@ class Attributes:
 HOOKED = "RuntimeError: a leaf of the parameters has a hook for its gradient, which would not be called"
 
 SILENT = {
+    "ValueError: layers+layers[0]: the block gets layers of two trees, of two states or of": of_two,
     "ValueError: the loss does not depend on the differentiated arguments: it was detached or made anew (.item(), "
     "torch.tensor), computed under no_grad": stepping(
         loss=of_block(ungraded), schedule=ya.schedules.zero3(remat="all")
@@ -429,6 +442,13 @@ UNCLEAR = {
         ya.optim.adamw(lambda count: None)
     ),
     "TypeError: shard_batch: x is a sparse tensor: give it dense (x.to_dense())": cutting({"x": ROWS.to_sparse()}),
+    "ValueError: the state's params are {'blocks': 'layers'} now, and were made as {'layers': 'layers'}, to": (
+        lambda mesh: taken(renamed(mesh), TX)
+    ),
+    "ValueError: the state's params are {'blocks': 'layers'} now": lambda mesh: ya.shard(renamed(mesh).params, TX),
+    "TypeError: microbatches: x of argument 1 is a sparse tensor: give it dense": stepping(
+        {"x": ROWS.to_sparse()}, microbatches=2
+    ),
     "TypeError: shard(like=...): its leaves are shards of a state; expected a marked tree of ya.Param, or of whole": (
         lambda mesh: ya.shard(state := new(mesh), TX, like=ya.frozen(state.params))
     ),

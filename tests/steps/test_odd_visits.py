@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import optree
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, check_exact, compare, global_batch, looped, noting, plain
@@ -244,23 +247,37 @@ def test_odd_visits(mesh: Any, name: str, schedule: str) -> None:
     check_exact(mesh, ODD[name], layers=5, schedules=(schedule,), dtype=torch.float64, bits=False)
 
 
-@with_ends
-def noted_loss(params: Params, x: Tensor) -> Tensor:
-    """A block that notes on a weight what it has made of it, and looks there first."""
+def half(weight: Tensor) -> Tensor:
+    return weight.detach() / 2
 
-    def noting(x: Tensor, w: Layer) -> tuple[Tensor, None]:
-        noted = vars(w.up)
-        if "halved" not in noted:
-            noted["halved"] = w.up.detach() / 2
-        return block(x + (x @ noted["halved"].T).tanh().mean(-1, keepdim=True), w)
 
-    return ya.scan(noting, x, params.layers)[0]
+Function = Callable[[Tensor], Tensor]
+
+
+def noted(function: Function) -> Function:
+    """Keeps what it returns on its argument."""
+    return lambda weight: vars(weight).setdefault("noted", function(weight))
+
+
+def weakly_kept(function: Function) -> Function:
+    kept = WeakTensorKeyDictionary()
+    return lambda weight: kept.setdefault(weight, function(weight))
 
 
 @WORLDS
 @pytest.mark.parametrize("remat", ["none", "all"])
-def test_an_attribute_of_a_weight_is_for_one_visit(mesh: Any, remat: str) -> None:
-    """In the next step the weight is another one."""
+@pytest.mark.parametrize("keep", [noted, weakly_kept, functools.lru_cache])
+def test_what_is_kept_for_a_weight_is_for_one_visit(mesh: Any, remat: str, keep: Any) -> None:
+    """As an attribute, or in a cache. In the next step the weight is another one."""
+    halved = keep(half)
+
+    @with_ends
+    def noted_loss(params: Params, x: Tensor) -> Tensor:
+        def noting(x: Tensor, w: Layer) -> tuple[Tensor, None]:
+            return block(x + (x @ halved(w.up).T).tanh().mean(-1, keepdim=True), w)
+
+        return ya.scan(noting, x, params.layers)[0]
+
     step = ya.train_step(noted_loss, TX, schedule=ya.schedules.zero3(remat=remat))
     state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(torch.float64))
     alone = ya.PlainState.create(optree.tree_map(lambda leaf: leaf.to(torch.float64), plain(base_params(3))), TX)

@@ -93,6 +93,59 @@ def test_replaced_parameters(mesh: Any) -> None:
 
 
 @WORLDS
+def test_parameters_of_another_state(mesh: Any) -> None:
+    """A state that goes on from them keeps its own precision; the other state stays as it is."""
+    step, batches = ya.train_step(base_loss, TX), [own_and_all(mesh)]
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    other = ya.init(base_params(3), TX, mesh=mesh, seed=1, precision=ya.Precision(compute=torch.bfloat16))
+    oracle, oracle_other = (ya.PlainState.create(base_params(3), TX, seed=seed) for seed in (0, 1))
+    for params in (other.params, optree.tree_map(lambda of_other, _: of_other.clone(), other.params, state.params)):
+        both = dataclasses.replace(state, params=params), dataclasses.replace(oracle, params=oracle_other.params)
+        taken, _ = check_steps((step, both[0]), (step, both[1]), batches, 1e-5)
+        assert taken.precision == state.precision
+    assert step(other, batches[0][0])[0].step == 1
+
+
+@WORLDS
+def test_moments_of_a_copy(mesh: Any) -> None:
+    """A state goes on with the moments that a copy of it has: the copy goes on from there, too."""
+    step = ya.train_step(base_loss, TX)
+    mine, everything = own_and_all(mesh)
+    state, _ = step(ya.init(base_params(3), TX, mesh=mesh), mine)
+    oracle, _ = step(ya.PlainState.create(base_params(3), TX), everything)
+    kept, oracle_kept = state.copy(), oracle
+    state, oracle = check_steps((step, state), (step, oracle), [(mine, everything)], 1e-5, "one step")
+    for number in range(2):
+        state, oracle = (
+            dataclasses.replace(state, opt_state=kept.opt_state),
+            dataclasses.replace(oracle, opt_state=oracle_kept.opt_state),
+        )
+        batches = [own_and_all(mesh, seed=number)]
+        state, oracle = check_steps((step, state), (step, oracle), batches, 1e-5, "with the copy's moments")
+    check_steps((step, kept), (step, oracle_kept), [(mine, everything)], 1e-5, "the copy")
+
+
+@WORLDS
+def test_parameters_of_the_state_itself_in_a_batch(mesh: Any) -> None:
+    """As a teacher of this step has them: the step donates them, and ends."""
+
+    def loss(params: Any, batch: Any) -> Any:
+        with torch.no_grad():
+            taught = base_loss(batch["teacher"], batch)
+        own = base_loss(params, batch)
+        return ya.Mean(own.total * (1 + taught.total * 0), own.weight)
+
+    mine, _ = own_and_all(mesh)
+    found = []
+    for each in (loss, base_loss):
+        state, step = ya.init(base_params(3), TX, mesh=mesh), ya.train_step(each, TX)
+        for _ in range(2):
+            state, _ = step(state, mine | {"teacher": state.params})
+        found.append(bits(state))
+    assert same(*found)
+
+
+@WORLDS
 def test_batches_of_any_shape(mesh: Any) -> None:
     """A program depends on visits, never on shapes: batches may change theirs from step to step."""
     state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)

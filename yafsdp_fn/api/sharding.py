@@ -38,7 +38,7 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.runtime.consistency import environment
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.placement import Placement
-from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of
+from yafsdp_fn.runtime.state import NoOptimizer, ShardedState, memory_of, must_be_laid_out, tensors_of
 from yafsdp_fn.runtime.whole_layers import must_be_constants
 from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.torch_private import memory_key
@@ -128,6 +128,7 @@ def shard(
             f"shard: {found[0].entry.name!r} is of a state, but not all of the tree is, or it is not all of the "
             "state's params; pass the state, all of its params, or whole tensors (ya.unshard)"
         )
+    must_be_laid_out(tree, old.layout)
     must_be_one("shard", found)
     layout = old.layout if like is None else tree_layout(like)[0]
     mesh = old.mesh if mesh is None else mesh
@@ -303,6 +304,7 @@ def _made(
     opt_state = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) and memory_key(x) in held else x, opt_state)
     if tx is not None and memory.trained and precision.lost is not None:
         warnings.warn(precision.lost, stacklevel=5)
+    memory.moments = tensors_of(opt_state)
     return ShardedState(params, opt_state, step, seed, memory)
 
 

@@ -42,11 +42,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     """
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     for path, leaf in named_leaves(batch):
-        if isinstance(leaf, Tensor):
-            name = f"shard_batch: {path or 'the batch'}"
-            _refuse_nested(leaf, name)
-            if leaf.layout != torch.strided:
-                raise TypeError(f"{name} is a sparse tensor: give it dense (x.to_dense())")
+        _refuse_without_rows(leaf, f"shard_batch: {path or 'the batch'}")
     batch = optree.tree_map(_whole_rows, batch, is_leaf=is_sharded)
     _must_have_the_same_rows(batch)
     # not of a GPU's memory, for which the host would wait
@@ -143,6 +139,7 @@ def split_batch(
     accessors, leaves, _ = optree.tree_flatten_with_accessor(batch, is_leaf=lambda n: is_sharded(n) or _is_list(n))
     for accessor, leaf in zip(accessors, leaves, strict=True):
         shown = name(accessor) or "the batch"
+        _refuse_without_rows(leaf, f"{what}: {shown}")
         if _has_rows(leaf):
             is_what = f"list of {len(leaf)}" if _is_list(leaf) else type(leaf).__name__
             if isinstance(leaf, np.ndarray):
@@ -191,6 +188,14 @@ def _is_list(node: Any) -> bool:
 
 def is_cut(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and leaf.ndim > 0
+
+
+def _refuse_without_rows(leaf: Any, name: str) -> None:
+    """Raises TypeError for a tensor of which no rows can be cut."""
+    if isinstance(leaf, Tensor):
+        _refuse_nested(leaf, name)
+        if leaf.layout != torch.strided:
+            raise TypeError(f"{name} is a sparse tensor: give it dense (x.to_dense())")
 
 
 def _refuse_nested(leaf: Tensor, name: str) -> None:

@@ -202,7 +202,10 @@ class BlockCall(TensorCall):
             if isinstance(leaf, HandleWeights):
                 self.rows.append(leaf)
                 for unit, group in zip(leaf.units, leaf.groups, strict=True):
-                    self.of_unit.setdefault(unit, (group, leaf))
+                    known = self.of_unit.setdefault(unit, (group, leaf))[1].handle
+                    # a unit has one number in all states, and in trees like them
+                    if known is not leaf.handle and list(map(id, known.leaves)) != list(map(id, leaf.handle.leaves)):
+                        raise errors.of_two_trees(name, group.name)
         self.units = tuple(self.of_unit)
         ranks = self.rows[0].handle.context.origin.owner.comms
         super().__init__(block, leaves, spec, ranks.device, next_visit_seed(), ranks)

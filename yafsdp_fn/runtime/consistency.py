@@ -20,7 +20,6 @@ from torch import Tensor
 from yafsdp_fn.communication.communicators import Communicators
 from yafsdp_fn.optim.base import Around, GradientTransformation, stages
 from yafsdp_fn.params.sharded import is_sharded
-from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.util.mesh_axes import EXPERT
 
 # ---- Describes settings that must be equal on all ranks although no collective shows it, in texts equal where ranks
@@ -86,7 +85,8 @@ def warn_of_ranks(comms: Communicators, split: Collection[str], batch: Any, batc
     told = [name in comms.named for name in axes]
     threads = torch.get_num_threads()
     mine = digest(batch)
-    whole = sum(getattr(leaf, OF_A_RANK, 0) for leaf in tensors_in(batch))
+    # parameters in it may be of the state that the step has donated
+    whole = sum(getattr(leaf, OF_A_RANK, 0) for leaf in optree.tree_leaves(batch, is_leaf=is_sharded))
     every = comms.numbers_of_all(torch.tensor([mine, whole, *told, threads]), "comparing batches")
     if (every[:, -1] != threads).any():
         warnings.warn(

@@ -186,6 +186,15 @@ def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
     )
 
 
+def of_two_trees(visit: str, group: str) -> ValueError:
+    """Returns the error for a visit to one group in two trees."""
+    return ValueError(
+        f"{visit}: the block gets {group} of two trees, of two states or of a state and its masks or moments, say; a "
+        "visit gathers one of them. Visit them one after the other, put both into one state (ya.frozen), or combine "
+        "the trees first (optree.tree_map)"
+    )
+
+
 def after_failure(position: str, error: BaseException) -> RuntimeError:
     """Returns the error for a loss that goes on after `error` at `position`."""
     return RuntimeError(

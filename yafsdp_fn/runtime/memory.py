@@ -6,6 +6,7 @@ generation, and older views raise.
 
 import itertools
 import sys
+import weakref
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -71,6 +72,7 @@ class StateMemory(Placement[Communicators]):
         the master itself if the dtypes are equal or each gather casts it, or the bytes of a wire format
     versions: unit -> number of changes of its weights
     number: of the states on this mesh, the same on all ranks, which make them together
+    moments: the tensors of the optimizer's state, which steps write to
     idle: slot sets for the next session (slots.py)
     """
 
@@ -99,6 +101,7 @@ class StateMemory(Placement[Communicators]):
         # uses of its buffers, and buffers that are made when something asks for them
         self.versions: Counter[int] = Counter()
         self.board: Scoreboard[Event] = Scoreboard()
+        self.moments: frozenset[weakref.ref[Tensor]] = frozenset()
         self._half_written = False
         self._grads: Shards | None = None
         self._buffers: dict[str, Tensor] = {}

@@ -9,6 +9,7 @@ A slot is raw bytes, as large as its largest unit. If one rank has all of a unit
 alias the shard, and nothing is copied.
 """
 
+import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +26,10 @@ from yafsdp_fn.runtime.works import PreparedOp
 
 Views = dict[tuple[int, int], UnitViews]
 """Views of a unit in a slot, by (slot, unit)."""
+
+
+ALONE = next(map(sys.getrefcount, [object()]))
+"""References to what a list alone holds, as they are counted there."""
 
 
 # ---- The buffers.
@@ -145,10 +150,13 @@ class Slots:
         """Returns a block's leaves of `unit` in weight slot `slot`; track: under autograd, with their destinations."""
         found = self.made_leaves.get((slot, unit, track))
         if found is not None:
-            # what a block did to its weights, a hook, `requires_grad_` or an attribute, is for that visit alone
-            for leaf in found:
+            # what a block did to its weights, a hook, `requires_grad_` or an attribute, is for that visit alone; so is
+            # what it has cached for one: who holds a leaf may know it by it
+            references = list(map(sys.getrefcount, found))
+            for leaf, count in zip(found, references, strict=True):
                 own = vars(leaf)
-                if leaf._backward_hooks or leaf.requires_grad != track or len(own) > (DESTINATION in own):
+                held = count > ALONE or weakref.getweakrefcount(leaf)
+                if held or leaf._backward_hooks or leaf.requires_grad != track or len(own) > (DESTINATION in own):
                     found = None
                     break
         if found is None:

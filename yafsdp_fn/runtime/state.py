@@ -7,7 +7,8 @@ Donation happens at the commit, the last thing a step does, so that an exception
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import optree
@@ -20,10 +21,11 @@ from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.communication.streams import Work
 from yafsdp_fn.optim.base import must_be_state_of
 from yafsdp_fn.optim.step.units import UnitSteps
+from yafsdp_fn.params.layout import TreeLayout
 from yafsdp_fn.params.markers import register_node
 from yafsdp_fn.params.one_state import words
 from yafsdp_fn.params.precision import Precision
-from yafsdp_fn.params.sharded import Sharded, handles, trainable
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
@@ -77,9 +79,16 @@ class ShardedState:
         """Returns this state, ready for use. Raises RuntimeError if a later state has taken its memory."""
         if self.generation != self.memory.generation:
             raise RuntimeError(f"this state (step {self.step}) {self.memory.why_gone()}")
-        memory = memory_of(handles(self.params))
-        # replaced leaves get memory of their own, since steps write in place
-        return self if memory is self.memory else self.over(memory, _copied(self.opt_state))
+        found, own = handles(self.params), self.memory
+        memory = memory_of(found)
+        must_be_laid_out(self.params, own.layout)
+        if memory is own:
+            return self
+        # replaced leaves get memory of their own, since steps write in place; those of another state get this one's
+        # mesh and precision
+        if found[0].owner is not own:
+            memory = own.over(_masters(own, found))
+        return self.over(memory, _copied(self.opt_state))
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "ShardedState":
         """Takes one optimizer step in place; donates this state, and may overwrite `grads`."""
@@ -108,7 +117,11 @@ class ShardedState:
         # the first step of this optimizer here
         must_be_state_of(tx, trainable(self.memory.abstract().meta_params()), self.opt_state)
         with torch.inference_mode(False):  # what is made under it could never be written to outside of it
-            return UnitSteps(tx, *trees, trainable(self.memory.copies(self.seed, self.step)))
+            # moments of another state, or of one's own, are copied: a step writes to them
+            opt_state = _copied(self.opt_state, but=self.memory.moments)
+            self.memory.moments = tensors_of(opt_state)
+            copies = trainable(self.memory.copies(self.seed, self.step))
+            return UnitSteps(tx, trainable(self.params), grads, opt_state, copies)
 
     def stepped(
         self, tx: optim.GradientTransformation, steps: UnitSteps, found_inf: Tensor | None = None
@@ -151,6 +164,8 @@ class ShardedState:
 
     def over(self, memory: StateMemory, opt_state: Tree) -> "ShardedState":
         """Returns this step and seed over `memory` as it is now."""
+        if memory is not self.memory:
+            memory.moments = tensors_of(opt_state)
         params = memory.params(self.seed, self.step)
         steps = self.unit_steps if memory is self.memory else None
         return ShardedState(params, opt_state, self.step, self.seed, memory, memory.generation, self.program, steps)
@@ -160,10 +175,18 @@ def _bytes(tree: Tree) -> int:
     return sum(leaf.nbytes for leaf in tensors_in(tree))
 
 
-def _copied(tree: Tree) -> Tree:
+def tensors_of(opt_state: Tree) -> frozenset[weakref.ref[Tensor]]:
+    """Returns references to the tensors of an optimizer's state, which keep none of them."""
+    return frozenset(map(weakref.ref, tensors_in(opt_state)))
+
+
+def _copied(tree: Tree, but: Collection[weakref.ref[Tensor]] = ()) -> Tree:
+    """Returns `tree` with a copy of each tensor, but of those that stay."""
+
     def copied(x: Any) -> Any:
-        # what is on the host is pinned, as it was
-        return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x) if isinstance(x, Tensor) else x
+        if not isinstance(x, Tensor) or weakref.ref(x) in but:
+            return x
+        return torch.empty_like(x, pin_memory=x.is_pinned()).copy_(x)  # what is on the host is pinned, as it was
 
     return optree.tree_map(copied, tree)
 
@@ -183,6 +206,23 @@ def must_be_sharded(state: Any, what: str) -> ShardedState:
         got = type(state).__name__
         raise TypeError(f"{what}, got {got}: the state itself, as ya.init, ya.shard or the step before returned it")
     return state
+
+
+def must_be_laid_out(tree: Tree, layout: TreeLayout) -> None:
+    """Raises ValueError for parts of a state's parameters in another tree than theirs."""
+    nodes, container = optree.tree_flatten(tree, is_leaf=is_sharded)
+    if not all(map(is_sharded, nodes)):
+        return
+    entries = [node.entry for node in nodes]
+    if container != layout.container or entries != list(layout.entries):
+        got = optree.tree_unflatten(container, [entry.name for entry in entries])
+        made = optree.tree_unflatten(layout.container, [entry.name for entry in layout.entries])
+        how = " with leaves that are frozen, cut or encoded otherwise" if got == made else ""
+        raise ValueError(
+            f"the state's params are {got} now, and were made as {made}{how}, to which a step would return. Rename, "
+            "swap or leave out parts inside of the loss, or make a state of the new tree: "
+            "ya.shard(ya.unshard(tree), tx)"
+        )
 
 
 def memory_of(found: Sequence[Sharded]) -> StateMemory:
@@ -206,6 +246,11 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
         return memory
     # else copies, since steps write in place
+    return memory.over(_masters(memory, found))
+
+
+def _masters(memory: StateMemory, found: Sequence[Sharded]) -> list[Tensor]:
+    """Returns the masters of `memory` with copies of the leaves of these handles in their place."""
     masters = memory.masters()
     for handle in found:
         for k, group, leaf in handle.group_leaves():
@@ -213,7 +258,7 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
-    return memory.over(masters)
+    return masters
 
 
 # ---- The optimizer's part of a training step.
