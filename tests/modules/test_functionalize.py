@@ -8,11 +8,13 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -434,6 +436,15 @@ def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: A
                 grad = module.get_parameter(name).grad
                 expected = before[name] if grad is None else before[name] - 0.1 * grad
                 compare(param.detach(), expected, 1e-12, name)
+
+
+def test_a_folder_for_other_libraries_has_the_modules_names(tmp_path: Path) -> None:
+    module = Mixed()
+    params, model = ya.functionalize(module, ["encoder.layers", "decoder"])
+    ya.checkpoint.save_named(tmp_path / "theirs", on_one_rank(params).params, model.name_of)
+    found = {name: torch.zeros_like(param) for name, param in module.named_parameters()}
+    dcp.load(found, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    compare(found, {name: param.detach() for name, param in module.named_parameters()}, 0, "by name")
 
 
 # ---- what is refused

@@ -236,14 +236,15 @@ class Functionalized:
         for unit, layers in self._places.stacks.items():
             _must_be_stack(params[unit], unit, len(layers))
 
-    def name_of(self, name: str) -> str:
-        """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names: a stack counts its own
-        layers, which may be every second one of a list."""
+    def name_of(self, name: str, layer: int | None = None) -> str:
+        """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names, or of the path and layer
+        of a leaf, as `ya.checkpoint.save_named` gives them: a stack counts its own layers, which may be every second
+        one of a list."""
         for unit, layers in self._places.stacks.items():
-            for number, layer in enumerate(layers):
-                prefix = f"{unit}.{number}."
-                if name.startswith(prefix):
-                    return join(layer, name.removeprefix(prefix))
+            for number, of_layer in enumerate(layers):
+                prefix = f"{unit}.{number}." if layer is None else f"{unit}."
+                if layer in (None, number) and name.startswith(prefix):
+                    return join(of_layer, name.removeprefix(prefix))
         return name
 
     def _skeleton(self, device: torch.device, dtype: torch.dtype, converted: bool) -> _Skeleton:
