@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils import _pytree as torch_pytree
+from torch.utils.checkpoint import checkpoint
 
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
@@ -667,6 +668,27 @@ def test_what_a_module_around_the_layers_counts_is_refused(mesh: Any, write: Any
     for whole in (ya.materialize(params), ya.shard(params, None, mesh=mesh).params):
         with nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
             ya.value_and_grad(squares(model))(whole, tokens_of(0))
+
+
+class Checkpointed(Model):
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=True)
+        return self.tail(x)
+
+
+def test_torchs_words_come_with_what_to_do() -> None:
+    half = ya.Precision(compute=torch.bfloat16)
+    for module, x, precision, told in (
+        (Mixed().float(), torch.ones(2, 8), half, "x.to(torch.bfloat16); before ya.functionalize, module.to(torch.bfl"),
+        (Checkpointed(), tokens_of(0), None, "Take torch.utils.checkpoint away"),
+    ):
+        params, model = ya.functionalize(module, ["encoder.layers", "decoder"] if precision else "layers")
+        state = ya.shard(params, None, mesh=one_rank(), precision=precision)
+        with pytest.raises(RuntimeError) as raised:
+            ya.value_and_grad(squares(model))(state.params, x)
+        assert any(told in note for note in raised.value.__notes__)
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:

@@ -65,7 +65,8 @@ class Absent(Tensor):
         raise RuntimeError(
             f"{found} is not there now: weights are while the module that has them, or the outermost one around it "
             "beside the layers, runs its forward. The model uses it in another way: it calls a part of that module by "
-            "itself, reads the weight from outside, or holds it by a reference that is no submodule or parameter"
+            "itself, reads the weight from outside, or holds it by a reference that is no submodule or parameter (a "
+            "method in an attribute, self.run = self.fast, is of the first module: take getattr(self, 'fast'))"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
