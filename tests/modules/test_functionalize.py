@@ -522,6 +522,16 @@ def test_a_module_is_refused_by_name(change: Callable[[Model], Any], message: st
         ya.functionalize(module, "layers")
 
 
+def test_the_hook_that_gradient_checkpointing_leaves_is_named() -> None:
+    module = mixture()
+    module.gradient_checkpointing_enable()
+    module.gradient_checkpointing_disable()
+    with pytest.raises(TypeError, match=r"embed_tokens has hooks.*once it is off: module.disable_input_require_grads"):
+        ya.functionalize(module, "model.layers")
+    module.disable_input_require_grads()
+    ya.functionalize(module, "model.layers")
+
+
 def test_a_compiled_module_says_so_before_its_layers_are_looked_for() -> None:
     with pytest.raises(TypeError, match="the module is compiled; give the module that it was made of"):
         ya.functionalize(torch.compile(made(), backend="eager"), "layers")  # type: ignore[arg-type]

@@ -427,7 +427,8 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
             no(name, f"is a {type(part).__name__}; give the module inside, its .module")
         if hooked(part):
             why = "has hooks, which would run inside of visits and again when they are recomputed"
-            no(name, f"{why}; remove them (those of weight_norm: take torch.nn.utils.parametrizations)")
+            of_others = "weight_norm: take torch.nn.utils.parametrizations; transformers' gradient checkpointing, even "
+            no(name, f"{why}; remove them ({of_others}once it is off: module.disable_input_require_grads())")
         if "forward" in vars(part):
             no(name, "has another forward than its class, set on the instance (accelerate does so); remove that")
         if getattr(part, "gradient_checkpointing", False):
