@@ -112,6 +112,7 @@ class Layer(nn.Module):
             self.down.weight = self.up.weight
         self.register_buffer("shift", torch.tensor(0.5))
         self.factor, self.note, self.mean, self.aux = 1.0, None, torch.tensor(0.5), list[Tensor]()
+        self.means = [torch.ones(2)]
 
     def forward(self, x: Tensor, *, scale: float = 1.0, other: Any = None) -> tuple[Tensor, None]:
         return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)) + self.shift))) * scale * self.factor, None
@@ -581,6 +582,11 @@ def writes_to_a_tensor(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
     return x + self.up(x), None
 
 
+def writes_to_a_tensor_in_a_list(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.means[0].mul_(0.5)
+    return x + self.up(x), None
+
+
 def leaves_in_a_list(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
     self.aux.append(self.up(x))
     return x + self.aux[-1], None
@@ -603,6 +609,7 @@ def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
         (writes_an_attribute, r"layers.0 writes to its note while it runs"),
         (writes_where_no_version_counts, r"layers.0 writes to its shift while it runs"),
         (writes_to_a_tensor, r"layers.0 writes to its mean while it runs"),
+        (writes_to_a_tensor_in_a_list, r"layers.0 writes to its means\[0\] while it runs"),
         (leaves_in_a_list, r"layers.0 writes to its aux while it runs"),
         (writes_to_an_argument, r"layers.0 writes to a list or dict that it is called with"),
         (returns_an_object, r"layers.0 returns a Objects"),

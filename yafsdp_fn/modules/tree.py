@@ -149,11 +149,15 @@ def writes(module: str, what: str) -> RuntimeError:
 
 
 def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
-    """Returns the tensors that a module has beside its parameters, buffers and attributes, by name."""
-    found: dict[str, Any] = {}
+    """Returns the tensors that a module has beside its parameters, by name: buffers, and attributes, in lists too."""
+    found: dict[str, Tensor] = {}
     for path, part in module.named_modules():
-        found |= {join(path, key): value for key, value in (*part._buffers.items(), *vars(part).items())}
-    return {name: value for name, value in found.items() if type(value) is Tensor and value.layout == torch.strided}
+        keys, leaves, _ = optree.tree_flatten_with_path(vars(part))
+        for key, leaf in zip(keys, leaves, strict=True):
+            if type(leaf) is Tensor and leaf.layout == torch.strided:
+                first, *inside = [str(step) for step in key if step != "_buffers"]
+                found[join(path, first) + "".join(f"[{step}]" for step in inside)] = leaf
+    return found
 
 
 def bits_of(tensors: Mapping[str, Any]) -> dict[str, int]:
