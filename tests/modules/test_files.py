@@ -154,7 +154,7 @@ REFUSED: list[tuple[dict[str, Tensor | None], Callable[[nn.Module], nn.Module], 
         r"has no layers.1.norm.bias; expected the names of module.state_d",
     ),
     ({"layers__2__shift": None}, nn.Module.eval, "has no layers.2.shift"),
-    ({"embed__weight": None}, nn.Module.eval, "has no embed.weight or tail.1.weight"),
+    ({"embed__weight": None}, nn.Module.eval, "has no embed.weight or tail.1.weight.*is the module tied"),
     ({"position": torch.ones(4, 8)}, nn.Module.eval, r"position has shape \(4, 8\), the module's is \(5, 8\)"),
     (
         {"tail__1__weight": torch.ones(11, 8)},

@@ -7,15 +7,19 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import optree
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 from torch.utils import _pytree as torch_pytree
+from torch.utils.checkpoint import checkpoint
 
 import yafsdp_fn as ya
 from tests.harness.collector import no_collection
@@ -107,7 +111,8 @@ class Layer(nn.Module):
         if ties:
             self.down.weight = self.up.weight
         self.register_buffer("shift", torch.tensor(0.5))
-        self.factor, self.note = 1.0, None
+        self.factor, self.note, self.mean, self.aux = 1.0, None, torch.tensor(0.5), list[Tensor]()
+        self.means = [torch.ones(2)]
 
     def forward(self, x: Tensor, *, scale: float = 1.0, other: Any = None) -> tuple[Tensor, None]:
         return x + self.drop(self.down(torch.tanh(self.up(self.norm(x)) + self.shift))) * scale * self.factor, None
@@ -233,8 +238,9 @@ def test_modules_that_write_in_place_sparse_gradients_and_hooks_of_all_modules(m
 def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
     module = made()
     module.layers.append(module.layers[1])
-    params, _, _ = check_gradients(module, tokens_of(0))
+    params, model, state = check_gradients(module, tokens_of(0))
     assert params["layers"].tree["up.weight"].shape[0] == 3
+    ya.load_into(module, state.params, model=model)  # both names are one parameter's
 
 
 @on_ranks(1, 2)
@@ -434,6 +440,15 @@ def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: A
                 compare(param.detach(), expected, 1e-12, name)
 
 
+def test_a_folder_for_other_libraries_has_the_modules_names(tmp_path: Path) -> None:
+    module = Mixed()
+    params, model = ya.functionalize(module, ["encoder.layers", "decoder"])
+    ya.checkpoint.save_named(tmp_path / "theirs", on_one_rank(params).params, model.name_of)
+    found = {name: torch.zeros_like(param) for name, param in module.named_parameters()}
+    dcp.load(found, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    compare(found, {name: param.detach() for name, param in module.named_parameters()}, 0, "by name")
+
+
 # ---- what is refused
 
 
@@ -463,6 +478,7 @@ REFUSED: list[tuple[str, Callable[[Model], Any], str]] = [
         lambda m: setattr(m, "out", nn.Parameter(m.embed.weight.data)),
         "embed.weight and out|out and embed.weight",
     ),
+    ("view", lambda m: setattr(m, "table", m.embed.weight.data[1:]), "table is a view of embed.weight"),
     ("hook", lambda m: second(m).up.register_forward_hook(lambda *_: None), "layers.1.up has hooks"),
     ("grad hook", lambda m: second(m).up.weight.register_hook(lambda g: g), "layers.1.up.weight has hooks"),
     ("forward", lambda m: setattr(second(m), "forward", lambda x: x), "layers.1 has another forward than its class"),
@@ -507,6 +523,16 @@ def test_a_module_is_refused_by_name(change: Callable[[Model], Any], message: st
         ya.functionalize(module, "layers")
 
 
+def test_the_hook_that_gradient_checkpointing_leaves_is_named() -> None:
+    module = mixture()
+    module.gradient_checkpointing_enable()
+    module.gradient_checkpointing_disable()
+    with pytest.raises(TypeError, match=r"embed_tokens has hooks.*once it is off: module.disable_input_require_grads"):
+        ya.functionalize(module, "model.layers")
+    module.disable_input_require_grads()
+    ya.functionalize(module, "model.layers")
+
+
 def test_a_compiled_module_says_so_before_its_layers_are_looked_for() -> None:
     with pytest.raises(TypeError, match="the module is compiled; give the module that it was made of"):
         ya.functionalize(torch.compile(made(), backend="eager"), "layers")  # type: ignore[arg-type]
@@ -546,6 +572,31 @@ def writes_an_attribute(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
     return x + self.note, None
 
 
+def writes_where_no_version_counts(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.shift.data.add_(1.0)
+    return x + self.up(x), None
+
+
+def writes_to_a_tensor(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.mean.mul_(0.5)
+    return x + self.up(x), None
+
+
+def writes_to_a_tensor_in_a_list(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.means[0].mul_(0.5)
+    return x + self.up(x), None
+
+
+def leaves_in_a_list(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
+    self.aux.append(self.up(x))
+    return x + self.aux[-1], None
+
+
+def writes_to_an_argument(self: Any, x: Tensor, *, other: list[Tensor], **_: Any) -> tuple[Tensor, None]:
+    other.append(x)
+    return x + self.up(x), None
+
+
 def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
     return x + self.up(x), Objects()
 
@@ -556,6 +607,11 @@ def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
         (writes_a_buffer, r"layers.0 writes to its shift while it runs"),
         (replaces_a_buffer, r"layers.0 writes to its shift while it runs"),
         (writes_an_attribute, r"layers.0 writes to its note while it runs"),
+        (writes_where_no_version_counts, r"layers.0 writes to its shift while it runs"),
+        (writes_to_a_tensor, r"layers.0 writes to its mean while it runs"),
+        (writes_to_a_tensor_in_a_list, r"layers.0 writes to its means\[0\] while it runs"),
+        (leaves_in_a_list, r"layers.0 writes to its aux while it runs"),
+        (writes_to_an_argument, r"layers.0 writes to a list or dict that it is called with"),
         (returns_an_object, r"layers.0 returns a Objects"),
     ],
 )
@@ -566,8 +622,20 @@ def test_a_layer_that_keeps_something_is_refused(
     params, model = functional()
     whole = on_one_rank(params).params if sharded else ya.materialize(params)
     monkeypatch.setattr(Layer, "forward", forward)
+    how = {"other": []} if forward is writes_to_an_argument else {}
     with pytest.raises((RuntimeError, TypeError), match=message):
-        ya.value_and_grad(squares(model))(whole, tokens_of(0))
+        ya.value_and_grad(squares(partial(model, **how)))(whole, tokens_of(0))
+
+
+@on_ranks(2)
+def test_buffers_that_differ_between_ranks_are_refused(mesh: Any) -> None:
+    module = made()
+    second(module).shift.fill_(mesh.get_rank())
+    for from_rank_0 in (False, True):
+        with pytest.raises(
+            ya.errors.RanksDisagree, match=r"layers.1.shift \(no parameter: each rank computes with its"
+        ):
+            ya.shard(ya.functionalize(module, "layers")[0], mesh=mesh, from_rank_0=from_rank_0)
 
 
 def counts(model: Any) -> None:
@@ -580,6 +648,10 @@ def averages(model: Any) -> None:
 
 def counts_in_a_buffer(model: Any) -> None:
     model.layers[0].shift.add_(1.0)
+
+
+def bounds_a_weight(model: Any) -> None:
+    model.position.data.clamp_(max=0.1)
 
 
 def notes(model: Any) -> None:
@@ -603,6 +675,7 @@ class Writing(Model):
         (counts, "the module writes to its seen while it runs"),
         (averages, "the module writes to its mean while it runs"),
         (counts_in_a_buffer, "layers.0 writes to its shift while it runs"),
+        (bounds_a_weight, "the module writes to its position while it runs"),
         (notes, None),
     ],
 )
@@ -612,6 +685,27 @@ def test_what_a_module_around_the_layers_counts_is_refused(mesh: Any, write: Any
     for whole in (ya.materialize(params), ya.shard(params, None, mesh=mesh).params):
         with nullcontext() if message is None else pytest.raises(RuntimeError, match=message):
             ya.value_and_grad(squares(model))(whole, tokens_of(0))
+
+
+class Checkpointed(Model):
+    def forward(self, tokens: Tensor, **how: Any) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = checkpoint(lambda x, layer=layer: layer(x)[0], x, use_reentrant=True)
+        return self.tail(x)
+
+
+def test_torchs_words_come_with_what_to_do() -> None:
+    half = ya.Precision(compute=torch.bfloat16)
+    for module, x, precision, told in (
+        (Mixed().float(), torch.ones(2, 8), half, "x.to(torch.bfloat16); before ya.functionalize, module.to(torch.bfl"),
+        (Checkpointed(), tokens_of(0), None, "Take torch.utils.checkpoint away"),
+    ):
+        params, model = ya.functionalize(module, ["encoder.layers", "decoder"] if precision else "layers")
+        state = ya.shard(params, None, mesh=one_rank(), precision=precision)
+        with pytest.raises(RuntimeError) as raised:
+            ya.value_and_grad(squares(model))(state.params, x)
+        assert any(told in note for note in raised.value.__notes__)
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:

@@ -49,7 +49,8 @@ def _found(
     if not there:
         raise ValueError(
             f"functionalize: {directory} has no {' or '.join(names)}; expected the names of module.state_dict(), as "
-            "module.save_pretrained or safetensors.torch.save_model write them"
+            "module.save_pretrained or safetensors.torch.save_model write them. A tied weight is there once: is the "
+            "module tied (module.tie_weights(), after accelerate's init_empty_weights)?"
         )
     first, *others = there
     if first.shape != tuple(like.shape):

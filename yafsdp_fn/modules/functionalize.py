@@ -21,12 +21,15 @@ from yafsdp_fn.modules.tree import (
     Layers,
     Place,
     Places,
+    bits_of,
     copied,
     hooks_below,
     placed,
     refuse_hooks,
+    tensors_beside,
     tree_of,
     without_weights,
+    writes,
 )
 from yafsdp_fn.nn.linear import embedding, linear
 from yafsdp_fn.nn.low_rank import is_low_rank
@@ -36,7 +39,7 @@ from yafsdp_fn.params.tree import Tree, join, shape_of
 from yafsdp_fn.runtime.block_call import BlockCall, HandleWeights, rows_of
 from yafsdp_fn.runtime.whole_layers import map_whole_layers, plain_layers
 from yafsdp_fn.util.foreign_names import hint
-from yafsdp_fn.util.torch_private import transforms_active
+from yafsdp_fn.util.torch_private import handled, transforms_active
 
 # ---- functionalize: turns a torch module into a function of a tree of weights, with its layers as a stack.
 #
@@ -135,6 +138,7 @@ class _Visited:
         hooked: the names of these modules
         """
         seen: list[tuple[str, Any]] = []
+        given = optree.tree_structure((args, kwargs))
         with copied(self.module, self.name, self.weights(units)) as made:
             for part in made.modules():
                 if (straight := _straight(part)) is not None:
@@ -142,7 +146,13 @@ class _Visited:
             for path in hooked:
                 made.get_submodule(path).register_forward_hook(partial(_note, seen, path))
             # not made(...): hooks of all modules, which torch keeps, have been called around it
-            return torch_pytree.tree_flatten((made.forward(*args, **kwargs), seen))
+            out = made.forward(*args, **kwargs)
+        if optree.tree_structure((args, kwargs)) != given:
+            raise RuntimeError(
+                f"{self.name} writes to a list or dict that it is called with, and a visit has one of its own: what it "
+                "writes would be lost. Return it instead"
+            )
+        return torch_pytree.tree_flatten((out, seen))
 
     def run_layer(
         self, carry: Tree, unit: Tree, args: tuple[Any, ...], kwargs: dict[str, Any], hooked: tuple[str, ...]
@@ -170,6 +180,7 @@ class Functionalized:
         self._base, self._layers, self._places = skeleton, layers, places
         self._units = {unit for part in places.visits.values() for unit, _ in part.values()}
         self._skeletons: dict[tuple[torch.device, torch.dtype, bool], _Skeleton] = {}
+        self._calls = 0
 
     def __repr__(self) -> str:
         return f"Functionalized({type(self._base).__name__}, layers={self._layers!r})"
@@ -190,6 +201,8 @@ class Functionalized:
         called = set[int]()  # hooks that were given while the model ran
         root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
+        kept = {**tensors_beside(root), **weights} if self._looks() else {}
+        before = bits_of(kept)
         with copied(root, "", weights, may_note=True) as made:
             for of in visited:
                 units = [rows[of.name]] if of.name in rows else [params[unit] for unit in of.units]
@@ -198,7 +211,20 @@ class Functionalized:
             out = made(*args, **kwargs)
             for of in visited:
                 refuse_hooks(made.get_submodule(of.name), of.name, called)
+        after = bits_of(kept)
+        for name in kept:
+            if before.get(name) != after.get(name):
+                path, _, key = name.rpartition(".")
+                raise writes(path, key)
         return out
+
+    def _looks(self) -> bool:
+        """Returns whether this call compares what the module has beside its parameters: the calls 1, 2, 4, 8 and so on
+        of those that may be differentiated do."""
+        if not torch.is_grad_enabled() or transforms_active() or handled():
+            return False
+        self._calls += 1
+        return self._calls.bit_count() == 1
 
     def _check(self, params: Mapping[str, Tree]) -> None:
         """Raises TypeError or ValueError unless `params` have the units of this module, with as many layers."""
@@ -210,14 +236,15 @@ class Functionalized:
         for unit, layers in self._places.stacks.items():
             _must_be_stack(params[unit], unit, len(layers))
 
-    def name_of(self, name: str) -> str:
-        """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names: a stack counts its own
-        layers, which may be every second one of a list."""
+    def name_of(self, name: str, layer: int | None = None) -> str:
+        """Returns the name in `module.state_dict()` of a weight that `ya.named_weights` names, or of the path and layer
+        of a leaf, as `ya.checkpoint.save_named` gives them: a stack counts its own layers, which may be every second
+        one of a list."""
         for unit, layers in self._places.stacks.items():
-            for number, layer in enumerate(layers):
-                prefix = f"{unit}.{number}."
-                if name.startswith(prefix):
-                    return join(layer, name.removeprefix(prefix))
+            for number, of_layer in enumerate(layers):
+                prefix = f"{unit}.{number}." if layer is None else f"{unit}."
+                if layer in (None, number) and name.startswith(prefix):
+                    return join(of_layer, name.removeprefix(prefix))
         return name
 
     def _skeleton(self, device: torch.device, dtype: torch.dtype, converted: bool) -> _Skeleton:
@@ -374,7 +401,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     target = dict(module.named_parameters(remove_duplicate=False))
     if meta := next((name for name, param in target.items() if param.is_meta), None):
         raise ValueError(f"load_into: {meta} is on the meta device, where values are lost; module.to_empty(device=...)")
-    if odd := sorted(names ^ target.keys()):
+    known = {id(target[name]) for name in names & target.keys()}  # a layer that stands in a list twice has two names
+    if odd := sorted(name for name in names ^ target.keys() if id(target.get(name)) not in known):
         where = "the module" if odd[0] in target else "these params"
         raise ValueError(
             f"load_into: {odd[0]} is in {where} alone; give the module that these params come from, or one like it"

@@ -16,6 +16,8 @@ from yafsdp_fn.modules.files import ModuleFiles
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, has_marker
 from yafsdp_fn.params.sources import Lazy
 from yafsdp_fn.params.tree import join
+from yafsdp_fn.util.bits import sum_of_bits
+from yafsdp_fn.util.torch_private import memory_key
 
 # ---- A module without its weights, and copies of it for one call, which `functionalize` runs.
 #
@@ -63,7 +65,8 @@ class Absent(Tensor):
         raise RuntimeError(
             f"{found} is not there now: weights are while the module that has them, or the outermost one around it "
             "beside the layers, runs its forward. The model uses it in another way: it calls a part of that module by "
-            "itself, reads the weight from outside, or holds it by a reference that is no submodule or parameter"
+            "itself, reads the weight from outside, or holds it by a reference that is no submodule or parameter (a "
+            "method in an attribute, self.run = self.fast, is of the first module: take getattr(self, 'fast'))"
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -125,16 +128,47 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
         written = {key for key, *_ in buffers ^ _buffers(copies[part])}
         old = vars(part)
         for key, now in vars(copies[part]).items():
-            if key not in OWN and now is not old.get(key) and (not may_note or _counts_on(old.get(key), now)):
+            if key in OWN:
+                continue
+            left = not may_note and isinstance(now, list | dict) and _has_graph(now)
+            if left or (now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))):
                 written.add(key)
         if written:
             path = next(path for path, other in module.named_modules() if other is part)
-            raise RuntimeError(
-                f"{join(name, path) or 'the module'} writes to its {', '.join(sorted(written))} while it runs. A "
-                "function keeps nothing: a recomputation would write again, and ranks differ. Return it instead, or "
-                "switch it off (running statistics, power iterations, positions that grow). What each call makes anew "
-                "may be None before"
-            )
+            raise writes(join(name, path), ", ".join(sorted(written)))
+
+
+def writes(module: str, what: str) -> RuntimeError:
+    """Returns the error for a module that keeps something for its next call."""
+    return RuntimeError(
+        f"{module or 'the module'} writes to its {what} while it runs. A "
+        "function keeps nothing: a recomputation would write again, and ranks differ. Return it instead, or "
+        "switch it off (running statistics, power iterations, positions that grow). What each call makes anew "
+        "may be None before"
+    )
+
+
+def tensors_beside(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the tensors that a module has beside its parameters, by name: buffers, and attributes, in lists too."""
+    found: dict[str, Tensor] = {}
+    for path, part in module.named_modules():
+        keys, leaves, _ = optree.tree_flatten_with_path(vars(part))
+        for key, leaf in zip(keys, leaves, strict=True):
+            if type(leaf) is Tensor and leaf.layout == torch.strided:
+                first, *inside = [str(step) for step in key if step != "_buffers"]
+                found[join(path, first) + "".join(f"[{step}]" for step in inside)] = leaf
+    return found
+
+
+def bits_of(tensors: Mapping[str, Any]) -> dict[str, int]:
+    """Returns a digest of each plain tensor, which a write through `.data` changes, too."""
+    return {name: int(sum_of_bits(value.detach())) for name, value in tensors.items() if type(value) is Tensor}
+
+
+def _has_graph(kept: list[Any] | dict[Any, Any]) -> bool:
+    """Returns whether a list or dict has a tensor that would need its gradient, left there by a forward."""
+    found = kept.values() if isinstance(kept, dict) else kept
+    return any(isinstance(one, Tensor) and one.requires_grad for one in found)
 
 
 def _counts_on(had: Any, now: Any) -> bool:
@@ -262,9 +296,12 @@ def tree_of(
     def read(name: str) -> Tensor:
         return module.get_parameter(name).detach() if files is None else files.read(name)
 
+    beside = {name: one for name, one in tensors_beside(module).items() if files is None or name not in files}
     params: dict[str, Any] = {}
     for unit, leaves in sources.items():
-        tree = {key: _leaf(module, names, unit in stacks, read, files is None, own) for key, names in leaves.items()}
+        tree = {
+            key: _leaf(module, names, unit in stacks, read, files is None, own, beside) for key, names in leaves.items()
+        }
         if unit in stacks:
             params[unit] = Stacked(tree)
         elif "" in tree:
@@ -281,6 +318,7 @@ def _leaf(
     read: Callable[[str], Tensor],
     in_memory: bool,
     own: OwnDtypes,
+    beside: Mapping[str, Tensor],
 ) -> Any:
     """Returns the leaf of a parameter, or of those of each layer."""
     like = module.get_parameter(names[0])
@@ -297,7 +335,7 @@ def _leaf(
             return torch.stack([read(name) for name in names]).view(shape)
         return read(names[layer])
 
-    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory, compute=own.get(like))
+    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory, compute=own.get(like), beside=beside)
     return leaf if trained else frozen(leaf)
 
 
@@ -393,7 +431,8 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
             no(name, f"is a {type(part).__name__}; give the module inside, its .module")
         if hooked(part):
             why = "has hooks, which would run inside of visits and again when they are recomputed"
-            no(name, f"{why}; remove them (those of weight_norm: take torch.nn.utils.parametrizations)")
+            of_others = "weight_norm: take torch.nn.utils.parametrizations; transformers' gradient checkpointing, even "
+            no(name, f"{why}; remove them ({of_others}once it is off: module.disable_input_require_grads())")
         if "forward" in vars(part):
             no(name, "has another forward than its class, set on the instance (accelerate does so); remove that")
         if getattr(part, "gradient_checkpointing", False):
@@ -402,9 +441,12 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
             no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
         if isinstance(part, _BatchNorm) and part.running_mean is None:
             no(name, "normalises by the rows of one rank and microbatch (track_running_stats=False); use another norm")
-    for name, buffer in module.named_buffers():
-        if buffer.is_meta and (files is None or name not in files):
+    trained = {memory_key(param): name for name, param in reversed([*_all(module)]) if param.requires_grad}
+    for name, value in tensors_beside(module).items():
+        if value.is_meta and (files is None or name not in files):
             no(name, "is a buffer on the meta device, and in no file: make the module with its parameters alone there")
+        if (weight := trained.get(memory_key(value))) is not None:
+            no(name, f"is a view of {weight}, and would keep its value of now; take the weight in the forward")
     memory: dict[int, tuple[str, int]] = {}
     for name, param in _all(module):
         if param.is_meta and files is None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ class Lazy:
 
     shape: with the layer axis first in a `Stacked`; load: `load(layer)` one layer of it, `load(None)` all of it
     split, compute, reduce, wire: as of a `Param`; in_memory: loading costs nothing, so that `ya.shard` compares the
-        values of all ranks
+        values of all ranks; beside: tensors that must be the same on all ranks, too, by name: buffers of a module
 
     >>> leaf = ya.Lazy((2, 3), torch.float32, lambda layer: torch.full((3,), float(layer)))    # reads one layer
     >>> ya.unshard(ya.shard({"layers": ya.Stacked({"gain": leaf})}, mesh=mesh).params)["layers"]["gain"]
@@ -52,6 +52,7 @@ class Lazy:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
     wire: Wire = WHOLE
+    beside: Mapping[str, Tensor] = dataclasses.field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         settle(self)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from yafsdp_fn.params.tree import shape_of
@@ -175,6 +176,20 @@ def nested_visit(visit: str, outer: str) -> RuntimeError:
         "visit them beside it, or give them to the block (a pytree of units to ya.apply, two stacks to ya.scan). "
         "Without torch.utils.checkpoint: a schedule's remat= says what is recomputed"
     )
+
+
+def hint(error: BaseException, compute: torch.dtype) -> str | None:
+    """Returns what to do about an error that has torch's own words. compute: the dtype that blocks compute in"""
+    told = str(error) if type(error) is RuntimeError else ""
+    if "use_reentrant" in told:
+        return "Take torch.utils.checkpoint away: a schedule's remat= says what is recomputed"
+    if any(words in told for words in ("same dtype", "scalar type", "should be the same")):
+        return (
+            f"Blocks compute in {compute} (Precision.compute), and neither batches nor buffers are converted to it: in "
+            f"the loss, x.to({compute}); before ya.functionalize, module.to({compute}), which converts buffers, too "
+            "(weights are trained in Precision.param in any case)"
+        )
+    return None
 
 
 def partial_stack(name: str, leaf: object, layers: int) -> ValueError:

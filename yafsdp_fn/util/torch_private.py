@@ -203,6 +203,11 @@ def memory_key(tensor: Tensor) -> int:
     return found
 
 
+def handled() -> bool:
+    """Returns whether a dispatch mode handles operations, as one of fake tensors does."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def forward_by_hand() -> bool:
     """Returns whether forward derivatives are taken by `torch.autograd.forward_ad` itself, as `torch.func.linearize`
     does; torch.func.jvp inside that raises."""
