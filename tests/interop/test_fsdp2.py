@@ -89,9 +89,7 @@ def recorded(module: Model, tokens: Tensor) -> tuple[list[Event], frozenset[str]
     """What FSDP2 gathers, computes forward, and reduces in a step; the layers that it frees after a forward and after a
     backward, and how many of these it holds at once at most, what is on its way included."""
     layers: Any = module.layers
-    groups = {
-        f"layers.{n}": group for n, each in enumerate(layers) for group in each._get_fsdp_state()._fsdp_param_groups
-    }
+    groups = {f"layers.{n}": each._get_fsdp_state()._fsdp_param_group for n, each in enumerate(layers)}
     freed = {n: of for n, of in groups.items() if of.post_forward_mesh_info is not None and of.reshard_after_backward}
     most = 0
     visited: Any = {"embed": module.embed, "norm": module.norm}
