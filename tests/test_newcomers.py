@@ -683,6 +683,14 @@ def test_an_initializer_that_takes_no_generator_draws_alike(mesh: Any) -> None:
     assert torch.equal(whole, alone)
 
 
+def as_alone(mesh: Any, tx: Any) -> None:
+    """Three steps of an optimizer of one's own are those of plain tensors."""
+    step, state, alone = ya.train_step(loss_fn, tx), new(mesh, tx), ya.PlainState.create(PARAMS, tx)
+    for _ in range(3):
+        (state, _), (alone, _) = step(state, BATCH), step(alone, BATCH)
+    compare(state.params, alone.params, 1e-5, "weights")
+
+
 @on_ranks(1, 2)
 def test_a_state_that_begins_with_the_parameters_has_copies_of_them(mesh: Any) -> None:
     """An optimizer that pulls weights back to where they began."""
@@ -691,10 +699,26 @@ def test_a_state_that_begins_with_the_parameters_has_copies_of_them(mesh: Any) -
         return optree.tree_map(lambda u, a, w: -0.1 * u + 0.1 * (a - w), updates, began, params), began
 
     tx = ya.optim.assume_elementwise((lambda params: params, update))
-    step, state, alone = ya.train_step(loss_fn, tx), new(mesh, tx), ya.PlainState.create(PARAMS, tx)
-    for _ in range(3):
-        (state, _), (alone, _) = step(state, BATCH), step(alone, BATCH)
-    compare(state.params, alone.params, 1e-5, "weights")
+    as_alone(mesh, tx)
+
+
+@on_ranks(1, 2)
+def test_moments_that_begin_as_one_tree_are_two(mesh: Any) -> None:
+    """And a count that begins as a tensor of the optimizer's own is one of each state's."""
+    none = torch.zeros(())
+
+    def init(params: Any) -> Any:
+        zeros = optree.tree_map(torch.zeros_like, params)
+        return none, zeros, zeros
+
+    def update(updates: Any, state: Any, params: Any) -> Any:
+        count, slow, fast = state
+        slow, fast = (optree.tree_map(lambda m, u, b=b: b * m + u, m, updates) for m, b in ((slow, 0.9), (fast, 0.5)))
+        return optree.tree_map(lambda s, f: -0.1 * (s - f) / (1 + count), slow, fast), (count + 1, slow, fast)
+
+    tx = ya.optim.assume_elementwise((init, update))
+    as_alone(mesh, tx)
+    assert none == 0
 
 
 # ---- writes to leaves between two steps

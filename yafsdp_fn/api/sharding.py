@@ -302,9 +302,17 @@ def _made(
     memory = StateMemory(layout, masters, mesh, precision, stages)
     params = memory.params(seed, step)
     opt_state: Tree = NoOptimizer() if tx is None else optim.as_transformation(tx).init(trainable(params))
-    # parameters are written in place: a state that begins with them has copies
+    # all is written in place: what begins as the parameters, as another moment, or as a number from outside is a copy
     held = set(map(memory_key, memory.masters()))
-    opt_state = optree.tree_map(lambda x: x.clone() if torch.is_tensor(x) and memory_key(x) in held else x, opt_state)
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        shared = memory_key(leaf) in held or not leaf.ndim
+        held.add(memory_key(leaf))
+        return leaf.clone() if shared else leaf
+
+    opt_state = optree.tree_map(own, opt_state)
     if tx is not None and memory.trained and precision.lost is not None:
         warnings.warn(precision.lost, stacklevel=5)
     memory.moments = tensors_of(opt_state)
