@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -152,6 +153,14 @@ class Segment(nn.Module):
         return x
 
 
+class Stage(PipelineStage):
+    """Torch's, without the first messages, which make NCCL's communicators: gloo needs none. Torch 2.11 also sends them
+    from a rank to itself, where two segments that follow each other are on it, and gloo refuses that."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+
 def loss_of(x: Tensor, target: Tensor) -> Tensor:
     return (x - target).square().mean()
 
@@ -185,7 +194,7 @@ Case = tuple[str, str, str, tuple[int, ...], int, Counter[str]]
 
 def check(_: Any, ranks: int, cases: list[Case]) -> None:
     """ranks: of a stage, with FSDP2 where there are several"""
-    world = torch.distributed.get_world_size()
+    world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("stage", "shard"))
     here, shard = mesh["stage"].get_local_rank(), mesh["shard"].get_local_rank()
     for name, path, of, places, microbatches, words in cases:
@@ -195,7 +204,7 @@ def check(_: Any, ranks: int, cases: list[Case]) -> None:
                 fully_shard(layer, mesh=mesh["shard"], reshard_after_forward=False)
             fully_shard(segment, mesh=mesh["shard"], reshard_after_forward=False)
         group = mesh["stage"].get_group()
-        stages = [PipelineStage(own[n], n, len(places), torch.device("cpu"), group=group) for n in own]
+        stages = [Stage(own[n], n, len(places), torch.device("cpu"), group=group) for n in own]
         divided = {"loss_fn": lambda x, t, m=microbatches: loss_of(x, t) / m, "scale_grads": False}
         schedule = _PipelineScheduleRuntime(stages, microbatches, **divided)
         schedule._load_csv(path, of)
