@@ -290,7 +290,7 @@ def test_an_order_that_returns_nothing() -> None:
     with pytest.raises(
         TypeError, match="staged: the order returned None, expected a list with a row of calls for each"
     ):
-        staged(lambda split, microbatches: None)(cut(model(4, 2), (0, 1)))  # type: ignore[arg-type, return-value]
+        staged(lambda split, microbatches: None)(cut(model(4, 2), (0, 1)))
 
 
 def test_a_sharding_of_ones_own_is_proved_like_any() -> None:
