@@ -118,6 +118,8 @@ def test_csv_and_torchs_own_dict(tmp_path: Path) -> None:
     assert from_actions([[str(action) for action in row] for row in rows])(trace) == same
     with pytest.raises(ValueError, match=r"from_actions: there is no file .*missing\.csv"):
         from_actions(tmp_path / "missing.csv")
+    with pytest.raises(ValueError, match=r"from_actions: there is no file '0F0 .*rows themselves are lists"):
+        from_actions("0F0 " * 2000)  # longer than any file's name
 
 
 def test_our_own_orders_come_back() -> None:

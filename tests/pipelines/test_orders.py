@@ -286,6 +286,13 @@ def test_calls_that_are_no_step(given: tuple[str, ...], rule: str, message: str)
     assert refused.value.rule == rule
 
 
+def test_an_order_that_returns_nothing() -> None:
+    with pytest.raises(
+        TypeError, match="staged: the order returned None, expected a list with a row of calls for each"
+    ):
+        staged(lambda split, microbatches: None)(cut(model(4, 2), (0, 1)))
+
+
 def test_a_sharding_of_ones_own_is_proved_like_any() -> None:
     def careless(part: Trace) -> Program:
         program = zero2()(part)

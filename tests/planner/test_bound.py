@@ -184,6 +184,14 @@ def with_graphs(trace: Trace, nbytes: int) -> Trace:
     return trace._replace(visits=visits, precision=ya.Precision().names)
 
 
+def test_microbatches_that_are_not_in_the_order() -> None:
+    """Its bound would be that of three microbatches, its step that of one."""
+    trace = traced()._replace(microbatches=3)
+    for wrong in (lambda: bound(trace, SLOW), lambda: simulate(zero1()(trace), SLOW)):
+        with pytest.raises(ValueError, match=r"says 3 microbatches, its order has computes of 1: .*chained_order"):
+            wrong()
+
+
 def test_less_memory_makes_it_longer() -> None:
     trace = traced(microbatches=2)
     few, middle, ample = budgets(trace).values()

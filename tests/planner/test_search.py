@@ -153,6 +153,20 @@ def test_nothing_fits() -> None:
         search(traced(), SLOW, memory=2**20)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"memory": "40GiB"}, "memory_bytes='40GiB', expected a positive number"),
+        ({"stages": 2}, r"search\(stages=2\): expected numbers of pipeline stages, such as \(1, 2\)"),
+        ({"stages": (0,)}, r"search\(stages=\(0,\)\): expected numbers"),
+        ({"stages": (3,)}, "cannot be shared out to 16 ranks; .* Ranks divide into stages"),
+    ],
+)
+def test_searches_that_cannot_be(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        search(traced(), SLOW, **options)
+
+
 @pytest.mark.nightly
 def test_more_memory_is_never_slower() -> None:
     trace = traced()

@@ -217,11 +217,14 @@ def test_resume_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
     assert run.parse(["--runs", str(tmp_path), "--resume"], Config, quiet=False).name == "new"
 
 
-@pytest.mark.parametrize("flags", [["--seed", "3"], ["--data.seq-len", "8"], ["--model", "llama3-8b"]])
+@pytest.mark.parametrize(
+    "flags", [["--seed", "3"], ["--data.seq-len", "8"], ["--model", "llama3-8b"], ["--optim.moments", "int8"]]
+)
 def test_resume_refuses_what_would_not_fit(tmp_path: Path, flags: list[str]) -> None:
     write_run(tmp_path / "a", Config(name="a"))
-    with pytest.raises(ConfigError, match=r"--resume: (seed|data\.seq_len|model) was .* and cannot become"):
+    with pytest.raises(ConfigError, match=r"--resume: (seed|data\.seq_len|model|optim\.moments) was .* cannot become"):
         resumed(tmp_path, *flags)
+    assert resumed(tmp_path, "--optim.moments", "host").optim.moments == "host"  # as whole ones, elsewhere
 
 
 def test_resume_without_a_checkpoint_and_a_new_run_over_one(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ class Indexed(ABC):
         if self.count < rows:
             raise ConfigError(
                 f"{self.name}: {self.describe()}: only {counted(self.count, 'row')}: {why} needs {rows}; "
-                "add text, or lower --data.seq-len or --data.batch"
+                "add text, lower --data.seq-len or --data.batch, or hold out another --data.heldout-fraction"
             )
 
 

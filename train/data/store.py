@@ -43,6 +43,9 @@ from yafsdp_fn.util.words import counted
 
 Notes = Counter[str]
 
+DAMAGED = "damaged"
+"""A note: documents with U+FFFD, which stands for bytes that are no UTF-8, here or where the text was made."""
+
 AT_ONCE = 512
 """Documents that go through the tokenizer together."""
 
@@ -67,7 +70,10 @@ class Store:
         return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def describe(self) -> str:
-        return f"{amount(len(self.tokens))} in {counted(len(self.ends), 'document')}"
+        said = f"{amount(len(self.tokens))} in {counted(len(self.ends), 'document')}"
+        if damaged := self.notes[DAMAGED]:
+            said += f", {damaged:,} of them with U+FFFD, which bytes become that are no UTF-8"
+        return said
 
     def halves(self, count: int) -> tuple[Store, Store]:
         """The first `count` documents, and the others."""
@@ -80,7 +86,9 @@ def tokenised(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Store:
     """The tokens of `documents`, each with the end token behind it."""
 
     def arrays(notes: Notes) -> Iterator[Tokens]:
-        return (tokens for _, tokens in encoded(documents.texts(), tokenizer))
+        for text, tokens in encoded(documents.texts(), tokenizer):
+            notes[DAMAGED] += "\ufffd" in text
+            yield tokens
 
     return kept(documents.label, (documents.key(), tokenizer.fingerprint()), arrays, _dtype(tokenizer), cache)
 

@@ -67,8 +67,8 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
         config = read()
         require(config.sharding.schedule != SAVED, f"sharding.schedule is {SAVED!r}: for runs that --resume")
         return config
-    stays = bool(given.name) or not Attempt.of().most
-    require(stays, "--resume with --max-restarts needs --name: the newest run may be another one by then")
+    if not given.name and Attempt.of().most:
+        raise ConfigError("--resume with --max-restarts needs --name: the newest run may be another one by then")
     folder = given.runs / given.name if given.name else newest(given.runs, kind)
     earlier = from_json(folder / "config.json", kind)
     code = " ".join(getattr(earlier.data, "pipelines", ()))
@@ -80,11 +80,11 @@ def parse(argv: Sequence[str], kind: type[C], *, quiet: bool) -> C:
     sharding = earlier.sharding
     if is_own(sharding.schedule):  # a file does not say what code to run: only the command line does
         sharding = dataclasses.replace(sharding, schedule=SAVED)
-    kept = dataclasses.replace(earlier, log="", sharding=sharding)
-    saved = dataclasses.replace(kept, resume=True, runs=given.runs, name=folder.name)
+    saved = dataclasses.replace(earlier, log="", sharding=sharding, resume=True, runs=given.runs, name=folder.name)
     config = read(saved)
     for field, (old, new) in differences(saved, config).items():
-        if field in FIXED or (field.startswith(("data.", "lora.")) and field not in FREE):
+        in_8_bits = field == "optim.moments" and "int8" in (old, new)  # of other shapes; whole and host are alike
+        if in_8_bits or field in FIXED or (field.startswith(("data.", "lora.")) and field not in FREE):
             raise ConfigError(f"--resume: {field} was {old!r} and cannot become {new!r}; start a new run for that")
     return config
 

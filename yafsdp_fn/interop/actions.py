@@ -75,8 +75,11 @@ def read_rows(given: Any) -> list[list[Action]]:
     ValueError or TypeError, naming row, column and action."""
     if isinstance(given, str | os.PathLike):
         path = Path(given)
-        if not path.is_file():
-            raise ValueError(f"from_actions: there is no file {path}; expected a CSV, a row of actions per stage")
+        if not os.path.isfile(path):  # Path.is_file raises where the name is too long
+            raise ValueError(
+                f"from_actions: there is no file {given!r:.300}; expected a CSV, a row of actions per stage; "
+                "rows themselves are lists"
+            )
         with path.open(newline="") as file:
             given = list(csv.reader(file))
         while given and not given[-1]:

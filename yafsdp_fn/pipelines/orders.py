@@ -414,6 +414,10 @@ def staged(order: Order, sharding: Schedule | None = None, *, pace: Pace = UNIT)
     def schedule(trace: Trace) -> Program:
         split = split_of(trace)
         rows = (order if trace.trains else forward_only)(split, trace.microbatches)
+        if not isinstance(rows, Sequence):
+            raise TypeError(
+                f"staged: the order returned {rows!r:.80}, expected a list with a row of calls for each stage"
+            )
         if len(rows) != split.stages:
             raise ValueError(f"expected a row of calls for each of {split.stages} stages, got {len(rows)}")
         check_calls(trace, split, rows)

@@ -75,7 +75,6 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     where = named(cluster)
     if trace.stage is None:
         check_costs(trace)
-    budget = where.memory_bytes if memory is None else memory
     split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
     if trace.stage is not None:  # alone, it waits for nobody
         split = split._replace(flows=())
@@ -83,7 +82,7 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     whole = trace.split is not None and trace.stage is None
     found: list[tuple[str, float]] = []
     for stage in range(split.stages) if whole else [trace.stage or 0]:
-        for name, seconds in _StageBound(trace, stage, where, split, earliest, budget).terms().items():
+        for name, seconds in _StageBound(trace, stage, where, split, earliest, where.budget(memory)).terms().items():
             found.append((name + f" of stage {stage}" * whole, seconds))
     found.sort(key=lambda term: -term[1])
     by, most = found[0]

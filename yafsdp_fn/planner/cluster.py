@@ -126,6 +126,11 @@ class Cluster:
         """This cluster with other figures."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def budget(self, memory: int | None) -> int:
+        """Returns the bytes of a rank that a step may take: `memory`, where it is given, checked as this cluster's
+        own."""
+        return self.memory_bytes if memory is None else self.replace(memory_bytes=memory).memory_bytes
+
     def overhead(self, units: int) -> float:
         """Returns the seconds of a step of so many units that no op explains."""
         return self.step_overhead + self.unit_overhead * units

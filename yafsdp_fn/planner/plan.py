@@ -64,11 +64,12 @@ class Plan(NamedTuple):
         """
         where = named(cluster)
         program = proved(program)
-        budget = where.memory_bytes if memory is None else memory
         each = tuple(footprint.predict_memory(part) for part in program.by_stage)
         most = max(each, key=lambda one: one.peak_bytes)
         todo = tasks(program, where)
-        return Plan(program, where, run(program, todo, where), most, budget, work(program, todo, where), each)
+        return Plan(
+            program, where, run(program, todo, where), most, where.budget(memory), work(program, todo, where), each
+        )
 
     @property
     def step_s(self) -> float:

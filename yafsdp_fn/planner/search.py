@@ -185,8 +185,10 @@ def search(
     >>> found.best.step_s <= found.runners_up[0].step_s
     True
     """
+    if isinstance(stages, int) or min(stages, default=0) < 1:
+        raise ValueError(f"search(stages={stages}): expected numbers of pipeline stages, such as (1, 2), 1 for none")
     where = named(cluster)
-    budget = where.memory_bytes if memory is None else memory
+    budget = where.budget(memory)
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
     world = ranks or traces[0].stage_ranks
@@ -194,7 +196,8 @@ def search(
     if not sweeps:
         raise ValueError(
             f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {world} ranks; "
-            "take more stages, more microbatches, or fewer ranks"
+            "take more stages, more microbatches, or fewer ranks. Ranks divide into stages, and microbatches among the "
+            "ranks of a stage"
         )
     found: dict[Choice, Trace] = {}
     fastest = math.inf
@@ -209,15 +212,13 @@ def search(
         least = min((sweep.least() for sweep in sweeps), key=lambda memory: memory.peak_bytes)
         raise DoesNotFit(least.why_not(budget))
     best, *others = sorted(found, key=by_seconds)
-    others = [c for c in others if c.point.builder != "hpz" or c.point.kept]  # else zero3 by another name
-    others = others[:runners_up]
+    others = [c for c in others if c.point.builder != "hpz" or c.point.kept][:runners_up]  # else zero3, renamed
     default = sweeps[0].fewest_recomputed() if sweeps[0].plain.order is None else None
     result = Found(best, tuple(others), default, found[best], where, budget)
     if not synthesize:
         return result
     of_step = [choice.point for choice in (best, *others) if found[choice] is result.trace]
-    staged = best.point.order is not None
-    alike = [point for point in of_step if (point.order is not None) == staged]
+    alike = [point for point in of_step if (point.order is None) == (best.point.order is None)]
     for point in alike[:INSIDES]:
         if point.order is not None:
             every = orders(result.trace, point.order.stages, point.order.microbatches)
@@ -277,7 +278,7 @@ class Sweep:
         self._choice = functools.cache(self._simulated)
         self._peak = functools.cache(self._needed)
         order = plain.order
-        self.whole = trace.on(plain.mesh) if order is None else order.whole(trace, plain.mesh)
+        self.whole = plain.whole(trace)
         self.traces = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
         self.layers = max(map(layers, self.traces))
         self.shown = SHOWN if order is None and alike_on(trace) == 1 else STAGES_SHOWN
@@ -387,14 +388,14 @@ def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Clu
     that the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
     node = cluster.gpus_per_node
     alike = alike_on(trace)
-    readers = alike // dict(trace.inside).get(EXPERT, 1)  # ranks that work on the same rows
+    shares = total * alike // dict(trace.inside).get(EXPERT, 1)  # ranks that differ on other axes share rows
     for number in numbers:
         width = ranks // number
-        if ranks % number or width % alike or (total * readers) % width or (width % node and node % width):
+        if ranks % number or width % alike or shares % width or (width % node and node % width):
             continue
         of_stage = trace.on((("shard", width // alike), *trace.inside))
         inside = [*arrangements(of_stage, cluster, few=True)]
-        for order in orders(trace, number, total * readers // width):
+        for order in orders(trace, number, shares // width):
             for builder, mesh in inside:
                 yield Point(builder, (("stage", number), *mesh), order=order)
 

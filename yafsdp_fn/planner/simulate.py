@@ -165,9 +165,16 @@ def overhead(trace: Trace, cluster: Cluster) -> float:
 
 
 def check_costs(trace: Trace) -> None:
-    """Raises ValueError where nothing has measured what visits cost."""
+    """Raises ValueError where nothing has measured what visits cost, and where the order is of other microbatches than
+    the trace says: a bound of the one would be above a step of the other."""
     if not any(visit.cost.flops or visit.cost.attention_flops for visit in trace.visits):
         raise ValueError(NO_COSTS)
+    in_order = len({compute.microbatch for compute in trace.order})
+    if in_order != trace.microbatches:
+        raise ValueError(
+            f"the trace says {trace.microbatches} microbatches, its order has computes of {in_order}: "
+            "trace._replace(microbatches=n, order=ya.schedules.chained_order(trace.visits, n))"
+        )
 
 
 def _whole(program: Program) -> list[Op | Foreign]:
@@ -182,7 +189,7 @@ def _check_places(program: Program, cluster: Cluster) -> None:
     trace = program.by_stage[0].trace
     node = cluster.gpus_per_node
     width = trace.stage_ranks
-    world = trace.stage_ranks * len(program.stages)
+    world = width * len(program.stages)
     if (width % node and node % width) or (world > node and world % node):
         raise ValueError(
             f"{len(program.stages)} stages of {width} ranks do not lie evenly on nodes of {node} GPUs "

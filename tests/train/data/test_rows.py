@@ -38,7 +38,10 @@ def test_rows_of_bytes_of_files_are_known_by_the_files(folder: Path) -> None:
     paths = [path for path in split(Data(files=(f"{folder}/**",), heldout_fraction=0.0))[0] if path.stat().st_size]
     assert corpus_of(folder, 3).fingerprint() == fingerprint("training text", paths, 3)
     (folder / "c.txt").write_bytes(b"\xff")
-    assert corpus_of(folder, 3).fingerprint() != fingerprint("training text", paths, 3)
+    damaged = corpus_of(folder, 3)
+    assert damaged.fingerprint() != fingerprint("training text", paths, 3)
+    assert damaged.describe().endswith("in 4 documents, 1 of them with U+FFFD, which bytes become that are no UTF-8")
+    assert corpus_of(folder, 4).describe() == damaged.describe()  # tokens that were kept say so, too
 
 
 def place(rank: int = 0, ranks: int = 1) -> Place:
@@ -92,7 +95,10 @@ def test_named_heldout_files_are_taken_out_of_the_training_text(folder: Path) ->
 def test_too_little_text_says_how_many_and_what_to_do(folder: Path) -> None:
     corpus = corpus_of(folder, 8)
     corpus.require(4, "a step")
-    with pytest.raises(ConfigError, match=r"training text: .*: only 4 rows: a step needs 5; .*seq-len"):
+    with pytest.raises(
+        ConfigError,
+        match=r"training text: .*: only 4 rows: a step needs 5; .*seq-len .* hold out another --data.heldout-fraction",
+    ):
         corpus.require(5, "a step")
 
 
