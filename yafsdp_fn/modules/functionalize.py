@@ -138,7 +138,8 @@ class _Visited:
         hooked: the names of these modules
         """
         seen: list[tuple[str, Any]] = []
-        given = optree.tree_structure((args, kwargs))
+        given: Any = args, kwargs
+        before = optree.tree_structure(given)
         with copied(self.module, self.name, self.weights(units)) as made:
             for part in made.modules():
                 if (straight := _straight(part)) is not None:
@@ -147,7 +148,7 @@ class _Visited:
                 made.get_submodule(path).register_forward_hook(partial(_note, seen, path))
             # not made(...): hooks of all modules, which torch keeps, have been called around it
             out = made.forward(*args, **kwargs)
-        if optree.tree_structure((args, kwargs)) != given:
+        if optree.tree_structure(given) != before:
             raise RuntimeError(
                 f"{self.name} writes to a list or dict that it is called with, and a visit has one of its own: what it "
                 "writes would be lost. Return it instead"

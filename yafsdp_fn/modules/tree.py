@@ -130,8 +130,8 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
         for key, now in vars(copies[part]).items():
             if key in OWN:
                 continue
-            left = not may_note and isinstance(now, list | dict) and _has_graph(now)
-            if left or (now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))):
+            changed = now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))
+            if changed or (type(now) in (list, dict) and not may_note and _has_graph(now)):
                 written.add(key)
         if written:
             path = next(path for path, other in module.named_modules() if other is part)
