@@ -826,6 +826,15 @@ def test_load_into_another_module_is_refused() -> None:
         ya.load_into(made(), state.params, model=functional(count=2)[1])
     with pytest.raises(TypeError, match=r"a state has \.params"):
         ya.load_into(made(), state, model=model)
+    untied = made()
+    untied.tail[1].weight = nn.Parameter(untied.embed.weight.detach().clone())
+    with pytest.raises(
+        ValueError, match=r"load_into: embed.weight and tail.1.weight are one parameter in these params"
+    ):
+        ya.load_into(untied, state.params, model=model)
+    params, model = functional(ties=True)
+    with pytest.raises(ValueError, match=r"load_into: layers.0.up.weight and layers.0.down.weight are one parameter"):
+        ya.load_into(made(), ya.materialize(params), model=model)
 
 
 @on_ranks(1, 2)

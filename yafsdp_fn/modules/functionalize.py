@@ -398,16 +398,30 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     """
     model._check(params)
     places = model._places
-    names = {join(part, key) for part, of_part in places.visits.items() for key in of_part}
+    names = {
+        join(part, key): (part if place[0] in places.stacks else "", place)
+        for part, of_part in places.visits.items()
+        for key, place in of_part.items()
+    }
     target = dict(module.named_parameters(remove_duplicate=False))
     if meta := next((name for name, param in target.items() if param.is_meta), None):
         raise ValueError(f"load_into: {meta} is on the meta device, where values are lost; module.to_empty(device=...)")
-    known = {id(target[name]) for name in names & target.keys()}  # a layer that stands in a list twice has two names
-    if odd := sorted(name for name in names ^ target.keys() if id(target.get(name)) not in known):
+    known = {
+        id(target[name]) for name in names.keys() & target.keys()
+    }  # a layer that stands in a list twice has two names
+    if odd := sorted(name for name in names.keys() ^ target.keys() if id(target.get(name)) not in known):
         where = "the module" if odd[0] in target else "these params"
         raise ValueError(
             f"load_into: {odd[0]} is in {where} alone; give the module that these params come from, or one like it"
         )
+    first: dict[tuple[str, Place], str] = {}
+    for name, place in names.items():
+        one = first.setdefault(place, name)
+        if target[name] is not target[one]:
+            raise ValueError(
+                f"load_into: {one} and {name} are one parameter in these params, and two there, of which the second "
+                "would stay as it is; tie them first (module.tie_weights())"
+            )
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
