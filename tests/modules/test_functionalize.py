@@ -553,6 +553,9 @@ def test_layers_must_be_lists() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             ya.functionalize(Twice(), layers)
+    module: Any = made()
+    with pytest.raises(TypeError, match=r"expected names of lists of layers, such as 'model.layers', got a ModuleList"):
+        ya.functionalize(module, module.layers)
     with pytest.raises(ValueError, match=r"layers='blocks' is no nn.ModuleList .*this module has layers, tail"):
         ya.functionalize(made(), "blocks")
 

@@ -266,7 +266,13 @@ def tree_of(
     module: nn.Module, layers: Layers, files: ModuleFiles | None = None, compute: Computes | None = None
 ) -> tuple[dict[str, Any], Places]:
     """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
-    lists = [layers] if isinstance(layers, str) else list(layers)
+    given: Any = [layers] if isinstance(layers, str) else layers
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+        kind = type(layers).__name__
+        raise TypeError(
+            f"functionalize: layers: expected names of lists of layers, such as 'model.layers', got a {kind}"
+        )
+    lists: list[str] = list(given)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
     _refuse(module, files)
