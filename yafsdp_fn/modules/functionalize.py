@@ -138,6 +138,7 @@ class _Visited:
         hooked: the names of these modules
         """
         seen: list[tuple[str, Any]] = []
+        # its lists and dicts are copies where arguments are taken apart: what is added to them goes nowhere
         given: Any = args, kwargs
         before = optree.tree_structure(given)
         with copied(self.module, self.name, self.weights(units)) as made:
@@ -202,6 +203,8 @@ class Functionalized:
         called = set[int]()  # hooks that were given while the model ran
         root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
+        # Buffers and attributes are shared with the skeleton, parameters around the layers are copies of this call:
+        # a write to one of them is lost, or differs between ranks. No version counts those through `.data`.
         kept = {**tensors_beside(root), **weights} if self._looks() else {}
         before = bits_of(kept)
         with copied(root, "", weights, may_note=True) as made:
@@ -414,6 +417,7 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
         raise ValueError(
             f"load_into: {odd[0]} is in {where} alone; give the module that these params come from, or one like it"
         )
+    # a parameter with two names is written by the first
     first: dict[tuple[str, Place], str] = {}
     for name, place in names.items():
         one = first.setdefault(place, name)

@@ -130,6 +130,8 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
         for key, now in vars(copies[part]).items():
             if key in OWN:
                 continue
+            # A list or dict is the skeleton's own. Tensors in it have no graph where the visit recomputes, so that their
+            # gradient would be lost in silence; numbers that are logged there do no harm.
             changed = now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))
             if changed or (type(now) in (list, dict) and not may_note and _has_graph(now)):
                 written.add(key)
@@ -447,6 +449,7 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
             no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
         if isinstance(part, _BatchNorm) and part.running_mean is None:
             no(name, "normalises by the rows of one rank and microbatch (track_running_stats=False); use another norm")
+    # the skeleton has copies of these tensors, which no update of the weight reaches
     trained = {memory_key(param): name for name, param in reversed([*_all(module)]) if param.requires_grad}
     for name, value in tensors_beside(module).items():
         if value.is_meta and (files is None or name not in files):
