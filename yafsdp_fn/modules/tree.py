@@ -130,8 +130,8 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
         for key, now in vars(copies[part]).items():
             if key in OWN:
                 continue
-            # A list or dict is the skeleton's own. Tensors in it have no graph where the visit recomputes, so that their
-            # gradient would be lost in silence; numbers that are logged there do no harm.
+            # A list or dict is the skeleton's own. Tensors in it have no graph where the visit recomputes, and their
+            # gradient would be lost in silence. Numbers that are logged there do no harm.
             changed = now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))
             if changed or (type(now) in (list, dict) and not may_note and _has_graph(now)):
                 written.add(key)
