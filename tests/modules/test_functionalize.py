@@ -553,6 +553,9 @@ def test_layers_must_be_lists() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             ya.functionalize(Twice(), layers)
+    module: Any = made()
+    with pytest.raises(TypeError, match=r"expected names of lists of layers, such as 'model.layers', got a ModuleList"):
+        ya.functionalize(module, module.layers)
     with pytest.raises(ValueError, match=r"layers='blocks' is no nn.ModuleList .*this module has layers, tail"):
         ya.functionalize(made(), "blocks")
 
@@ -826,6 +829,15 @@ def test_load_into_another_module_is_refused() -> None:
         ya.load_into(made(), state.params, model=functional(count=2)[1])
     with pytest.raises(TypeError, match=r"a state has \.params"):
         ya.load_into(made(), state, model=model)
+    untied = made()
+    untied.tail[1].weight = nn.Parameter(untied.embed.weight.detach().clone())
+    with pytest.raises(
+        ValueError, match=r"load_into: embed.weight and tail.1.weight are one parameter in these params"
+    ):
+        ya.load_into(untied, state.params, model=model)
+    params, model = functional(ties=True)
+    with pytest.raises(ValueError, match=r"load_into: layers.0.up.weight and layers.0.down.weight are one parameter"):
+        ya.load_into(made(), ya.materialize(params), model=model)
 
 
 @on_ranks(1, 2)

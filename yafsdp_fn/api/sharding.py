@@ -195,6 +195,7 @@ def _from_leaves(
             for name in group.layout.names:
                 bits = "" if from_rank_0 else _bits(leaf_of[name], group.length)
                 values[name] = f"{leaf_of[name].dtype}{bits}"
+        # no rank sends its buffers to the others, with from_rank_0 neither
         beside = {name: one for leaf in leaf_of.values() if isinstance(leaf, Lazy) for name, one in leaf.beside.items()}
         for name, buffer in beside.items():
             values[f"{name} (no parameter: each rank computes with its own)"] = f"{buffer.dtype}{_bits(buffer, None)}"

@@ -138,7 +138,9 @@ class _Visited:
         hooked: the names of these modules
         """
         seen: list[tuple[str, Any]] = []
-        given = optree.tree_structure((args, kwargs))
+        # its lists and dicts are copies where arguments are taken apart: what is added to them goes nowhere
+        given: Any = args, kwargs
+        before = optree.tree_structure(given)
         with copied(self.module, self.name, self.weights(units)) as made:
             for part in made.modules():
                 if (straight := _straight(part)) is not None:
@@ -147,7 +149,7 @@ class _Visited:
                 made.get_submodule(path).register_forward_hook(partial(_note, seen, path))
             # not made(...): hooks of all modules, which torch keeps, have been called around it
             out = made.forward(*args, **kwargs)
-        if optree.tree_structure((args, kwargs)) != given:
+        if optree.tree_structure(given) != before:
             raise RuntimeError(
                 f"{self.name} writes to a list or dict that it is called with, and a visit has one of its own: what it "
                 "writes would be lost. Return it instead"
@@ -201,6 +203,8 @@ class Functionalized:
         called = set[int]()  # hooks that were given while the model ran
         root, own, visited = self._skeleton(*_seen_as(params[next(iter(stacks))]))
         weights = apply(own.cloned, [params[unit] for unit in own.units]) if own.units else {}
+        # Buffers and attributes are shared with the skeleton, parameters around the layers are copies of this call:
+        # a write to one of them is lost, or differs between ranks. No version counts those through `.data`.
         kept = {**tensors_beside(root), **weights} if self._looks() else {}
         before = bits_of(kept)
         with copied(root, "", weights, may_note=True) as made:
@@ -397,16 +401,31 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     """
     model._check(params)
     places = model._places
-    names = {join(part, key) for part, of_part in places.visits.items() for key in of_part}
+    names = {
+        join(part, key): (part if place[0] in places.stacks else "", place)
+        for part, of_part in places.visits.items()
+        for key, place in of_part.items()
+    }
     target = dict(module.named_parameters(remove_duplicate=False))
     if meta := next((name for name, param in target.items() if param.is_meta), None):
         raise ValueError(f"load_into: {meta} is on the meta device, where values are lost; module.to_empty(device=...)")
-    known = {id(target[name]) for name in names & target.keys()}  # a layer that stands in a list twice has two names
-    if odd := sorted(name for name in names ^ target.keys() if id(target.get(name)) not in known):
+    known = {
+        id(target[name]) for name in names.keys() & target.keys()
+    }  # a layer that stands in a list twice has two names
+    if odd := sorted(name for name in names.keys() ^ target.keys() if id(target.get(name)) not in known):
         where = "the module" if odd[0] in target else "these params"
         raise ValueError(
             f"load_into: {odd[0]} is in {where} alone; give the module that these params come from, or one like it"
         )
+    # a parameter with two names is written by the first
+    first: dict[tuple[str, Place], str] = {}
+    for name, place in names.items():
+        one = first.setdefault(place, name)
+        if target[name] is not target[one]:
+            raise ValueError(
+                f"load_into: {one} and {name} are one parameter in these params, and two there, of which the second "
+                "would stay as it is; tie them first (module.tie_weights())"
+            )
 
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}

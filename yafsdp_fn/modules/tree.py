@@ -130,8 +130,10 @@ def copied(module: nn.Module, name: str, weights: Mapping[str, Any], *, may_note
         for key, now in vars(copies[part]).items():
             if key in OWN:
                 continue
-            left = not may_note and isinstance(now, list | dict) and _has_graph(now)
-            if left or (now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))):
+            # A list or dict is the skeleton's own. Tensors in it have no graph where the visit recomputes, and their
+            # gradient would be lost in silence. Numbers that are logged there do no harm.
+            changed = now is not old.get(key) and (not may_note or _counts_on(old.get(key), now))
+            if changed or (type(now) in (list, dict) and not may_note and _has_graph(now)):
                 written.add(key)
         if written:
             path = next(path for path, other in module.named_modules() if other is part)
@@ -266,7 +268,13 @@ def tree_of(
     module: nn.Module, layers: Layers, files: ModuleFiles | None = None, compute: Computes | None = None
 ) -> tuple[dict[str, Any], Places]:
     """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
-    lists = [layers] if isinstance(layers, str) else list(layers)
+    given: Any = [layers] if isinstance(layers, str) else layers
+    if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
+        kind = type(layers).__name__
+        raise TypeError(
+            f"functionalize: layers: expected names of lists of layers, such as 'model.layers', got a {kind}"
+        )
+    lists: list[str] = list(given)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
     _refuse(module, files)
@@ -441,6 +449,7 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
             no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
         if isinstance(part, _BatchNorm) and part.running_mean is None:
             no(name, "normalises by the rows of one rank and microbatch (track_running_stats=False); use another norm")
+    # the skeleton has copies of these tensors, which no update of the weight reaches
     trained = {memory_key(param): name for name, param in reversed([*_all(module)]) if param.requires_grad}
     for name, value in tensors_beside(module).items():
         if value.is_meta and (files is None or name not in files):
