@@ -390,7 +390,7 @@ def damaged_dtypes(mesh: Any, numbers: range) -> list[Outcome]:
         exact = True
         with planted(mesh, rng, OF_VECTORS) as fault:
             try:
-                own_dtypes.exact(mesh, "shard", *case)
+                own_dtypes.exact(mesh, "shard", *case, number % 2 == 0)  # with working copies, and without
             except AssertionError:
                 exact = False
         found.append((fault.struck and f"{fault.struck}: {number}, {case}", exact))
