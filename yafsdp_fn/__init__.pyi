@@ -76,9 +76,9 @@ from yafsdp_fn.modules.functionalize import functionalize as functionalize
 from yafsdp_fn.modules.functionalize import load_into as load_into
 from yafsdp_fn.modules.lora import lora as lora
 from yafsdp_fn.modules.lora import merge_lora as merge_lora
-from yafsdp_fn.nn.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from yafsdp_fn.nn.linear import embedding as embedding
 from yafsdp_fn.nn.linear import linear as linear
+from yafsdp_fn.nn.linear import linear_cross_entropy as linear_cross_entropy
 from yafsdp_fn.nn.low_rank import LowRank as LowRank
 from yafsdp_fn.params.algebra import global_norm as global_norm
 from yafsdp_fn.params.algebra import normal_like as normal_like

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.gpu import on_gpu
-from yafsdp_fn.nn import cross_entropy
+from yafsdp_fn.nn import cross_entropy, linear
 
 V, E, SHAPE = 37, 16, (5, 6)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -147,7 +147,7 @@ def test_logits_are_never_there_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> N
         (0, 4, 4),
         (0, 7, 6),
     ):
-        monkeypatch.setattr(cross_entropy, "ON_CPU", (bound, least))
+        monkeypatch.setattr(linear, "ON_CPU", (bound, least))
         rows.clear()
         ya.linear_cross_entropy(*problem())
         assert rows == [expected] * (expected is not None)

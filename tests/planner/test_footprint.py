@@ -29,7 +29,7 @@ from tests.harness.meshes import on
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import Model, batch, embed, loss, model, one_rank
 from yafsdp_fn import optim
-from yafsdp_fn.nn import cross_entropy
+from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
 from yafsdp_fn.planner.footprint import Dtypes, Memory, NamedDtype, predict_memory
 from yafsdp_fn.planner.trace import trace
@@ -351,7 +351,7 @@ def test_the_peak_with_logits_in_chunks(microbatches: int, monkeypatch: pytest.M
     """In fp32: the CPU's sums of two dtypes take memory of their own."""
     measure = functools.partial(measured, one_rank(), CONFIG, zero3(), microbatches, precision=ya.Precision())
     _, whole = measure()
-    monkeypatch.setattr(cross_entropy, "ON_CPU", (1 << 20, 32))
+    monkeypatch.setattr(linear, "ON_CPU", (1 << 20, 32))
     real, predicted = measure()
     agree(real, predicted, 0.01)
     assert predicted.logits < whole.logits / 2

@@ -1,18 +1,15 @@
-"""linear_cross_entropy: the head of a model and its loss as one function, in chunks of rows."""
+"""The cross-entropy of a head in chunks of rows, for `linear_cross_entropy` (linear.py)."""
 
 import contextlib
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from yafsdp_fn.nn.linear import destination, linear
 from yafsdp_fn.util.on_gpu import kernels_run_on
-from yafsdp_fn.util.torch_private import assert_async, transforms_active
+from yafsdp_fn.util.torch_private import assert_async
 
 # ---- The cross-entropy of a head, and its gradients, without the logits of all positions at once.
 #
@@ -25,59 +22,6 @@ from yafsdp_fn.util.torch_private import assert_async, transforms_active
 # All of it runs in the forward, where the logits are at hand; the backward multiplies both gradients by the incoming
 # one. In a visit of a training step grad_W is formed in its gradient slot. If that is not free before the backward
 # (another microbatch's gradient is in it), the forward computes only the total, and the backward the logits again.
-
-ON_CPU, ELSEWHERE = (32 << 20, 256), (256 << 20, 2048)
-"""Limits of a chunk: bytes of logits in the dtype of the softmax, and the rows always allowed; with fewer, the pass of
-each chunk over grad_W would cost time."""
-
-
-def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk: int | None = None
-) -> Tensor:
-    """Computes `F.cross_entropy(F.linear(x, weight), targets, reduction="sum")`, softmax and sum in fp32 at least.
-
-    x [..., E], weight [V, E], targets [...] of integers -> a scalar. Targets equal to `ignore_index` do not count.
-    chunk: rows of x whose logits exist at once. None: as many as make 32 MiB, but at least 256; on a GPU 256 MiB and
-        2048. Under torch.func, and for a second derivative, all
-    Raises torch's error for a target outside [0, V): IndexError, on CUDA a failed assertion on the device.
-
-    >>> x, weight, targets = torch.ones(2, 4), torch.zeros(16, 4), torch.tensor([3, -100])
-    >>> ya.linear_cross_entropy(x, weight, targets)            # log(16): one of two targets counts
-    tensor(2.7726)
-    """
-    if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
-        result: Tensor = handle_torch_function(
-            linear_cross_entropy, (x, weight), x, weight, targets, ignore_index=ignore_index, chunk=chunk
-        )
-        return result
-    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
-    device = weight.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-    if chunk is None:
-        chunk = rows_at_once(rows, weight, device=device)
-    elif chunk < 1:
-        raise ValueError(f"linear_cross_entropy: chunk={chunk}, expected 1 row or more")
-    if chunk >= len(rows) or transforms_active():
-        scores = linear(rows, weight).to(torch.promote_types(rows.dtype, torch.float32))
-        return F.cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")
-    # a compiled graph is made before the slots of its backward are known
-    found = None if torch.compiler.is_compiling() else destination(weight)
-    how = found, ignore_index, chunk, torch.is_grad_enabled()
-    total: Tensor = Chunked.apply(rows, weight, labels, *how)  # type: ignore[no-untyped-call]
-    return total
-
-
-def rows_at_once(x: Tensor, weight: Tensor, *, device: str) -> int:
-    """Returns the default rows of a chunk on this type of device; all chunks have about one size."""
-    nbytes, least = ON_CPU if device == "cpu" else ELSEWHERE
-    rows = x.shape[:-1].numel()
-    most = max(least, nbytes // (len(weight) * max(4, x.dtype.itemsize)))
-    return math.ceil(rows / math.ceil(rows / most)) if rows else 1
-
-
-# ---- The chunks.
 
 Write = Callable[[Tensor, Tensor], object]
 """Adds the product of [V, C] and [C, E] to the gradient of the weight."""

@@ -1,4 +1,4 @@
-"""linear, embedding: torch's functions, but weight gradients go straight to gradient slots.
+"""linear, embedding, linear_cross_entropy: torch's functions, but weight gradients go straight to gradient slots.
 
     F.linear                             ya.linear inside a visit
     grad_w = grad^T x      (fresh)       slot = grad^T x        (the first use of w)
@@ -8,13 +8,16 @@ Outside a visit, under torch.func, under autocast and in torch.compile they are 
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
+from yafsdp_fn.nn.cross_entropy import Chunked
 from yafsdp_fn.nn.low_rank import LowRank
 from yafsdp_fn.util.on_gpu import vector_kernels
 from yafsdp_fn.util.torch_private import SingleLevelFunction, graph_task_id, transforms_active
@@ -215,6 +218,59 @@ def _direct(weight: Tensor) -> Destination | None:
         return None
     # a compiled graph is made before its gradient slots are known, and autocast computes in another dtype
     return None if torch.compiler.is_compiling() or torch.is_autocast_enabled(weight.device.type) else found
+
+
+# ---- The head of a model and its loss as one function.
+
+ON_CPU, ELSEWHERE = (32 << 20, 256), (256 << 20, 2048)
+"""Limits of a chunk: bytes of logits in the dtype of the softmax, and the rows always allowed; with fewer, the pass of
+each chunk over grad_W would cost time."""
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100, chunk: int | None = None
+) -> Tensor:
+    """Computes `F.cross_entropy(F.linear(x, weight), targets, reduction="sum")`, softmax and sum in fp32 at least.
+
+    x [..., E], weight [V, E], targets [...] of integers -> a scalar. Targets equal to `ignore_index` do not count.
+    chunk: rows of x whose logits exist at once. None: as many as make 32 MiB, but at least 256; on a GPU 256 MiB and
+        2048. Under torch.func, and for a second derivative, all
+    Raises torch's error for a target outside [0, V): IndexError, on CUDA a failed assertion on the device.
+
+    >>> x, weight, targets = torch.ones(2, 4), torch.zeros(16, 4), torch.tensor([3, -100])
+    >>> ya.linear_cross_entropy(x, weight, targets)            # log(16): one of two targets counts
+    tensor(2.7726)
+    """
+    if has_torch_function((x, weight)):  # the planner's mode: what would be done on a GPU
+        result: Tensor = handle_torch_function(
+            linear_cross_entropy, (x, weight), x, weight, targets, ignore_index=ignore_index, chunk=chunk
+        )
+        return result
+    rows, labels = x.reshape(-1, x.shape[-1]), targets.reshape(-1)
+    device = weight.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    if chunk is None:
+        chunk = rows_at_once(rows, weight, device=device)
+    elif chunk < 1:
+        raise ValueError(f"linear_cross_entropy: chunk={chunk}, expected 1 row or more")
+    if chunk >= len(rows) or transforms_active():
+        scores = linear(rows, weight).to(torch.promote_types(rows.dtype, torch.float32))
+        return F.cross_entropy(scores, labels, ignore_index=ignore_index, reduction="sum")
+    # a compiled graph is made before the slots of its backward are known
+    found = None if torch.compiler.is_compiling() else destination(weight)
+    how = found, ignore_index, chunk, torch.is_grad_enabled()
+    total: Tensor = Chunked.apply(rows, weight, labels, *how)  # type: ignore[no-untyped-call]
+    return total
+
+
+def rows_at_once(x: Tensor, weight: Tensor, *, device: str) -> int:
+    """Returns the default rows of a chunk on this type of device; all chunks have about one size."""
+    nbytes, least = ON_CPU if device == "cpu" else ELSEWHERE
+    rows = x.shape[:-1].numel()
+    most = max(least, nbytes // (len(weight) * max(4, x.dtype.itemsize)))
+    return math.ceil(rows / math.ceil(rows / most)) if rows else 1
 
 
 # ---- The autograd nodes of `linear` and `embedding`.

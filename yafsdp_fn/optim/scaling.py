@@ -10,15 +10,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import (
-    GradientTransformation,
-    Scalar,
-    State,
-    must_not_be_negative,
-    new_count,
-    scaled,
-    stateless,
-)
+from yafsdp_fn.optim.base import GradientTransformation, State, must_not_be_negative, new_count, scaled, stateless
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.tree import Tree, shape_of
 
@@ -258,16 +250,6 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         return scaled(updates, max_norm / global_norm(updates).clamp(min=max_norm))
 
     return stateless(update, rule=ClipByGlobalNorm(max_norm))
-
-
-def clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
-    """Returns the divisor of gradients of norm `grad_norm` (after division by `scale`); `scale` or more."""
-    for clip in clips:
-        assert grad_norm is not None
-        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
-        scale = excess if scale is None else scale * excess
-        grad_norm = grad_norm.clamp(max=clip.max_norm)
-    return scale
 
 
 # ---- Clipping of each element.

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from yafsdp_fn.nn.cross_entropy import linear_cross_entropy, rows_at_once
+from yafsdp_fn.nn.linear import linear_cross_entropy, rows_at_once
 from yafsdp_fn.tracing.counter import in_pieces
 from yafsdp_fn.util.torch_private import transforms_active
 

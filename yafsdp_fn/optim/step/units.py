@@ -9,13 +9,18 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import OnWrite, Scalar, State, as_transformation
+from yafsdp_fn.optim.base import (
+    OnWrite,
+    Scalar,
+    State,
+    as_transformation,
+)
 from yafsdp_fn.optim.cutting import Cutter
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import exchanged
 from yafsdp_fn.optim.on_host import HostStates, leaves_on_host
-from yafsdp_fn.optim.scaling import clipping_scale
+from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.optim.step.analysis import analysis, own_part, parts_of, units_of
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
@@ -130,7 +135,7 @@ class UnitSteps:
             if self._clips and grad_norm is None:
                 grad_norm = global_norm(self._grads)
                 grad_norm = grad_norm if scale is None else grad_norm / scale
-            self._scale = clipping_scale(self._clips, scale, grad_norm)
+            self._scale = _clipping_scale(self._clips, scale, grad_norm)
         if units is None and (self.parts or self._one_by_one or (len(self._lanes) > 1 and handles(self._params))):
             units = self._cutter.units  # the first lane's write ends the generation of whole handles
         alone = [unit for unit in units or () if part or self._one_by_one or unit in self.parts]
@@ -194,6 +199,16 @@ def _check_shapes(params: Tree, grads: Tree) -> None:
     for (path, p), g in zip(named_leaves(params), found, strict=True):
         if not isinstance(g, Tensor) or g.shape != p.shape:
             raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
+
+
+def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
+    """Returns the divisor of gradients of norm `grad_norm` (after division by `scale`); `scale` or more."""
+    for clip in clips:
+        assert grad_norm is not None
+        excess = (grad_norm / clip.max_norm).clamp(min=1.0)
+        scale = excess if scale is None else scale * excess
+        grad_norm = grad_norm.clamp(max=clip.max_norm)
+    return scale
 
 
 @torch.no_grad()
