@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.params.tree import shape_of
+from yafsdp_fn.params.layout import TreeLayout
+from yafsdp_fn.params.tree import Tree, shape_of
 from yafsdp_fn.program.ops import Op
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
@@ -198,6 +200,17 @@ def partial_stack(name: str, leaf: object, layers: int) -> ValueError:
     return ValueError(
         f"scan: local shards of {name} are {shape_of(leaf)}, expected {layers} layers of them: a part of a stack "
         "cannot be scanned. Give the whole stack, and say which layers to visit: ya.scan(f, x, layers, order=range(k))"
+    )
+
+
+def laid_out_otherwise(got: Tree, layout: TreeLayout) -> ValueError:
+    """Returns the error for parameters of a state in another tree than theirs. got: the names of its entries"""
+    made = optree.tree_unflatten(layout.container, [entry.name for entry in layout.entries])
+    how = " with leaves that are frozen, cut or encoded otherwise" if got == made else ""
+    return ValueError(
+        f"the state's params are {got} now, and were made as {made}{how}, to which a step would return. Rename, "
+        "swap or leave out parts inside of the loss, or make a state of the new tree: "
+        "ya.shard(ya.unshard(tree), tx)"
     )
 
 

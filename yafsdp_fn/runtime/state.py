@@ -29,6 +29,7 @@ from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import Tree, tensors_in
 from yafsdp_fn.program.ops import Update
 from yafsdp_fn.program.program import Program
+from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.consistency import optimizer
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.reductions import Mean
@@ -216,13 +217,7 @@ def must_be_laid_out(tree: Tree, layout: TreeLayout) -> None:
     entries = [node.entry for node in nodes]
     if container != layout.container or entries != list(layout.entries):
         got = optree.tree_unflatten(container, [entry.name for entry in entries])
-        made = optree.tree_unflatten(layout.container, [entry.name for entry in layout.entries])
-        how = " with leaves that are frozen, cut or encoded otherwise" if got == made else ""
-        raise ValueError(
-            f"the state's params are {got} now, and were made as {made}{how}, to which a step would return. Rename, "
-            "swap or leave out parts inside of the loss, or make a state of the new tree: "
-            "ya.shard(ya.unshard(tree), tx)"
-        )
+        raise errors.laid_out_otherwise(got, layout)
 
 
 def memory_of(found: Sequence[Sharded]) -> StateMemory:

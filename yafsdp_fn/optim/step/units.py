@@ -9,12 +9,7 @@ import optree
 import torch
 from torch import Tensor
 
-from yafsdp_fn.optim.base import (
-    OnWrite,
-    Scalar,
-    State,
-    as_transformation,
-)
+from yafsdp_fn.optim.base import OnWrite, Scalar, State, as_transformation
 from yafsdp_fn.optim.cutting import Cutter
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.optim.leaf_exchange import Messages
