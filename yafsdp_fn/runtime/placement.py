@@ -69,8 +69,9 @@ class Placement(Generic[AnyRanks]):
         weights_alias: set[int] = set()
         grads_alias: set[int] = set()
         for unit, ranks in self.ranks_of.items():
-            as_kept = unit not in self.gathered_in and not self.cast(unit)
-            if ranks.ranks == 1 and not comms.deterministic and as_kept:
+            # else each gather casts the shard
+            as_kept = precision.copy or not self.of_unit[unit].trainable or self.gather_dtype(unit) == precision.param
+            if ranks.ranks == 1 and not comms.deterministic and as_kept and unit not in self.gathered_in:
                 weights_alias.add(unit)
                 if self.wire_dtype(unit) == precision.param and unit not in self.reduced_in:
                     grads_alias.add(unit)
@@ -134,11 +135,6 @@ class Placement(Generic[AnyRanks]):
 
     def gather_dtype(self, unit: int) -> torch.dtype:
         return self.of_unit[unit].dtype or self.precision.gather_dtype
-
-    def cast(self, unit: int) -> bool:
-        """Returns whether each gather casts its shard, of which no working copy is kept."""
-        trained = self.of_unit[unit].trainable and not self.precision.copy
-        return trained and self.gather_dtype(unit) != self.precision.param
 
     def wire_dtype(self, unit: int) -> torch.dtype:
         """Returns the dtype in which its gradient travels."""
