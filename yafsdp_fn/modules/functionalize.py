@@ -409,9 +409,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     target = dict(module.named_parameters(remove_duplicate=False))
     if meta := next((name for name, param in target.items() if param.is_meta), None):
         raise ValueError(f"load_into: {meta} is on the meta device, where values are lost; module.to_empty(device=...)")
-    known = {
-        id(target[name]) for name in names.keys() & target.keys()
-    }  # a layer that stands in a list twice has two names
+    # a layer that stands in a list twice has two names
+    known = {id(target[name]) for name in names.keys() & target.keys()}
     if odd := sorted(name for name in names.keys() ^ target.keys() if id(target.get(name)) not in known):
         where = "the module" if odd[0] in target else "these params"
         raise ValueError(
