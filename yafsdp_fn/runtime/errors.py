@@ -181,7 +181,7 @@ def nested_visit(visit: str, outer: str) -> RuntimeError:
 
 
 def hint(error: BaseException, compute: torch.dtype) -> str | None:
-    """Returns what to do about an error that has torch's own words. compute: the dtype that blocks compute in"""
+    """Returns advice on an error of torch's own, None if there is none. compute: the dtype that blocks compute in"""
     told = str(error) if type(error) is RuntimeError else ""
     if "use_reentrant" in told:
         return "Take torch.utils.checkpoint away: a schedule's remat= says what is recomputed"

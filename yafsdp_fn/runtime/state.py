@@ -80,16 +80,13 @@ class ShardedState:
         """Returns this state, ready for use. Raises RuntimeError if a later state has taken its memory."""
         if self.generation != self.memory.generation:
             raise RuntimeError(f"this state (step {self.step}) {self.memory.why_gone()}")
-        found, own = handles(self.params), self.memory
-        memory = memory_of(found)
-        must_be_laid_out(self.params, own.layout)
-        if memory is own:
-            return self
+        found = handles(self.params)
+        _owner_of(found)
+        must_be_laid_out(self.params, self.memory.layout)
         # replaced leaves get memory of their own, since steps write in place; those of another state get this one's
         # mesh and precision
-        if found[0].owner is not own:
-            memory = own.over(_masters(own, found))
-        return self.over(memory, _copied(self.opt_state))
+        memory = _holding(self.memory, found)
+        return self if memory is self.memory else self.over(memory, _copied(self.opt_state))
 
     def apply_gradients(self, grads: Tree, tx: optim.GradientTransformation) -> "ShardedState":
         """Takes one optimizer step in place; donates this state, and may overwrite `grads`."""
@@ -222,6 +219,12 @@ def must_be_laid_out(tree: Tree, layout: TreeLayout) -> None:
 
 def memory_of(found: Sequence[Sharded]) -> StateMemory:
     """The memory whose own leaves these handles hold; if leaves were replaced, a new memory with copies of them."""
+    return _holding(_owner_of(found), found)
+
+
+def _owner_of(found: Sequence[Sharded]) -> StateMemory:
+    """Returns the memory of the state that these handles are of. Raises TypeError or ValueError if they are of none, of
+    several, or of one twice."""
     if not found:
         raise TypeError("expected the params of a sharded state, found no sharded leaves")
     first, memory = found[0], found[0].check().owner
@@ -236,16 +239,15 @@ def memory_of(found: Sequence[Sharded]) -> StateMemory:
             )
         if any(handle.context.first_group == other.context.first_group for other in found[:index]):
             raise ValueError(f"{handle.entry.name!r} is differentiated twice; pass the parameters once")
-    # are they the state's own leaves?
+    return memory
+
+
+def _holding(memory: StateMemory, found: Sequence[Sharded]) -> StateMemory:
+    """Returns `memory` where these handles hold its own leaves, else another like it with copies of theirs."""
     own = memory.master.tensors
     if all(leaf is own[k] for handle in found for k, _, leaf in handle.group_leaves()):
         return memory
-    # else copies, since steps write in place
-    return memory.over(_masters(memory, found))
-
-
-def _masters(memory: StateMemory, found: Sequence[Sharded]) -> list[Tensor]:
-    """Returns the masters of `memory` with copies of the leaves of these handles in their place."""
+    # copies, since steps write in place
     masters = memory.masters()
     for handle in found:
         for k, group, leaf in handle.group_leaves():
@@ -253,7 +255,7 @@ def _masters(memory: StateMemory, found: Sequence[Sharded]) -> list[Tensor]:
                 got = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
                 raise ValueError(f"{group.name}: a local shard has shape {tuple(masters[k].shape)}, got {got}")
             masters[k] = leaf.detach().to(masters[k].dtype).clone(memory_format=torch.contiguous_format)
-    return masters
+    return memory.over(masters)
 
 
 # ---- The optimizer's part of a training step.
