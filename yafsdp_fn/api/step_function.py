@@ -26,7 +26,7 @@ from yafsdp_fn.runtime import consistency
 from yafsdp_fn.runtime.arguments import Arguments, Results, Seed, StepLoss
 from yafsdp_fn.runtime.batch import batch_axes, check_arguments
 from yafsdp_fn.runtime.block_call import VisitRunner
-from yafsdp_fn.runtime.errors import hint
+from yafsdp_fn.runtime.errors import advice
 from yafsdp_fn.runtime.execute import Session
 from yafsdp_fn.runtime.memory import StateMemory
 from yafsdp_fn.runtime.plain_state import run_plain
@@ -239,7 +239,7 @@ def _run_by(runner: VisitRunner, known: dict[Any, Any], arguments: Arguments, af
             yield
     except BaseException as error:
         error.add_note(f"rank {comms.world_rank} of {comms.world}, {runner.position}")
-        if (what_to_do := hint(error, runner.memory.precision.gather_dtype)) is not None:
+        if (what_to_do := advice(error, runner.memory.precision.gather_dtype)) is not None:
             error.add_note(what_to_do)
         runner.abort(error)
         raise

@@ -180,7 +180,7 @@ def nested_visit(visit: str, outer: str) -> RuntimeError:
     )
 
 
-def hint(error: BaseException, compute: torch.dtype) -> str | None:
+def advice(error: BaseException, compute: torch.dtype) -> str | None:
     """Returns advice on an error of torch's own, None if there is none. compute: the dtype that blocks compute in"""
     told = str(error) if type(error) is RuntimeError else ""
     if "use_reentrant" in told:
