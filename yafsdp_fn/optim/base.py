@@ -261,8 +261,8 @@ def checked_update(tx: GradientTransformation, updates: Tree, state: State, para
     """
     versions = _versions(params)
     own = tx.rule is None or isinstance(tx.rule, Elementwise)  # other rules have tried it, or draw nothing
-    fake = any(isinstance(leaf, FakeTensor) for leaf in tensors_in(updates))
-    before = states(generators(device_of_leaves(updates))) if own and not fake else []
+    may_draw = own and not any(isinstance(leaf, FakeTensor) for leaf in tensors_in(updates))
+    before = states(generators(device_of_leaves(updates))) if may_draw else []
     pair = tx.update(updates, state, params)
     if _versions(params) != versions:
         raise TypeError(
