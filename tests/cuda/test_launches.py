@@ -25,8 +25,9 @@ from tests.planner.test_footprint import held_by, own_gains, tokens
 from yafsdp_fn.communication import flat, micro_shards, sums
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
-from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination, weight_leaf
+from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination
 from yafsdp_fn.planner.footprint import predict_memory
+from yafsdp_fn.runtime.slots import weight_leaf
 from yafsdp_fn.util import on_gpu
 
 F32, BF16 = torch.float32, torch.bfloat16

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.gpu import on_gpu
-from yafsdp_fn.nn.linear import Destination, destination, weight_leaf
+from yafsdp_fn.nn.linear import Destination, destination
+from yafsdp_fn.runtime.slots import weight_leaf
 from yafsdp_fn.util.on_gpu import vector_kernels
 
 

@@ -14,10 +14,11 @@ import yafsdp_fn as ya
 from tests.harness.oracle import batch_of, compare, global_batch, plain
 from tests.harness.pool import on_ranks
 from tests.harness.problems import IGNORED, SCHEDULES, TX, Batch, Head, Layer, Params, base_params
-from yafsdp_fn.nn.linear import AutogradRun, weight_leaf
+from yafsdp_fn.nn.linear import AutogradRun
 from yafsdp_fn.pipelines.session import Later
 from yafsdp_fn.runtime.recompute import differentiated
 from yafsdp_fn.runtime.shards import GradSlot, UnitViews
+from yafsdp_fn.runtime.slots import weight_leaf
 from yafsdp_fn.runtime.visit import ToSlots, grad_targets_of
 
 ROWS = 6

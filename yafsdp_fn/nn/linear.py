@@ -175,6 +175,12 @@ class Destination:
         self.state = "written"
 
 
+def destination(weight: Tensor) -> Destination | None:
+    """The destination of `weight`, or None if autograd gets its gradient: outside a visit, or under a transform."""
+    found: Destination | None = getattr(weight, DESTINATION, None)
+    return found
+
+
 # ---- The functions.
 
 
@@ -323,25 +329,3 @@ class _Embedding(SingleLevelFunction):  # type: ignore[misc]
             return None, torch.ops.aten.embedding_dense_backward(grad, tokens, ctx.count, -1, False), None
         found.write_rows(tokens.flatten(), rows)
         return None, None, None
-
-
-# ---- The leaves of weights that have destinations: runtime/visit.py opens and closes these.
-
-
-def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
-    """Returns a block's leaf of a weight; with `scratch` it requires grad, and has a destination if it is large.
-
-    `.data`, not `detach`: the view needs a version counter of its own, since slots are overwritten by design
-    """
-    leaf = view.data
-    if scratch is not None:
-        leaf.requires_grad_()
-        if leaf.numel() >= LARGE:
-            setattr(leaf, DESTINATION, Destination(scratch))
-    return leaf
-
-
-def destination(weight: Tensor) -> Destination | None:
-    """The destination of `weight`, or None if autograd gets its gradient: outside a visit, or under a transform."""
-    found: Destination | None = getattr(weight, DESTINATION, None)
-    return found

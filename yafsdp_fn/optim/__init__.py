@@ -63,7 +63,7 @@ from yafsdp_fn.optim.scaling import (
     warmup_linear_decay_schedule,
 )
 from yafsdp_fn.optim.step.analysis import parts_of, why_not_unitwise
-from yafsdp_fn.optim.step.units import step_
+from yafsdp_fn.optim.step.in_place import step_
 from yafsdp_fn.util.foreign_names import hint
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Inner products, norms and random values over whole trees, sharded or plain: the same value on every rank.
+"""Inner products, norms, functions and random values over whole trees, sharded or plain: the same on every rank.
 
 Padding and gaps of flat shards hold zeros, so sums need no mask. Plain leaves are replicated and counted once. Values
 are differentiable: in a loss, each rank holds the value as a part that counts equally.
@@ -18,12 +18,13 @@ from torch import Tensor
 from yafsdp_fn.communication.differentiable import Collective, SumOfRanks, SumOfShards, ToShards
 from yafsdp_fn.params import initializers
 from yafsdp_fn.params.one_state import must_be_one
-from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.sources import Source, fill_group, source, whole_leaf
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, number_dtype
 from yafsdp_fn.util.exact_sums import binned, total
+from yafsdp_fn.util.inner_product import inner
 from yafsdp_fn.util.randomness import in_step
-from yafsdp_fn.util.squares import inner, squared_norm, sum_of
+from yafsdp_fn.util.squares import squared_norm, sum_of
 from yafsdp_fn.util.torch_private import transforms_active
 
 NOT_DIFFERENTIABLE = (
@@ -116,7 +117,22 @@ def _on_ranks(what: str, collective: type[Collective], x: Tree, like: Tree) -> T
     return optree.tree_map(collective(found[0].owner.comms, step=in_step()), x)
 
 
-# ---- Random trees.
+# ---- New trees.
+
+
+def map_trainable(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
+    """Returns `tree` with `function` of each trained leaf, and of its like in `others`; frozen leaves stay as they are.
+
+    others: trees without frozen leaves, such as those of an optimizer's state
+
+    >>> halves = ya.params.map_trainable(lambda leaf: leaf / 2, state.params)
+    >>> torch.allclose(ya.global_norm(halves), ya.global_norm(state.params) / 2)
+    True
+    """
+    trained = trainable(tree)
+    new = optree.tree_leaves(optree.tree_map(function, trained, *others))
+    by_leaf = {id(old): leaf for old, leaf in zip(optree.tree_leaves(trained), new, strict=True)}
+    return optree.tree_map(lambda leaf: by_leaf.get(id(leaf), leaf), tree)
 
 
 def normal_like(seed: int, tree: Tree) -> Tree:

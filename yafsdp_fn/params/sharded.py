@@ -271,18 +271,3 @@ def trainable(tree: Tree) -> Tree:
         return node.of([number for number, group, _ in node.group_leaves() if group.trainable])
 
     return optree.tree_map(select, tree, is_leaf=lambda node: isinstance(node, Sharded | Frozen))
-
-
-def map_trainable(function: Callable[..., Tensor], tree: Tree, *others: Tree) -> Tree:
-    """Returns `tree` with `function` of each trained leaf, and of its like in `others`; frozen leaves stay as they are.
-
-    others: trees without frozen leaves, such as those of an optimizer's state
-
-    >>> halves = ya.params.map_trainable(lambda leaf: leaf / 2, state.params)
-    >>> torch.allclose(ya.global_norm(halves), ya.global_norm(state.params) / 2)
-    True
-    """
-    trained = trainable(tree)
-    new = optree.tree_leaves(optree.tree_map(function, trained, *others))
-    by_leaf = {id(old): leaf for old, leaf in zip(optree.tree_leaves(trained), new, strict=True)}
-    return optree.tree_map(lambda leaf: by_leaf.get(id(leaf), leaf), tree)

@@ -24,7 +24,7 @@ from yafsdp_fn.program.split import Call
 from yafsdp_fn.program.trace import Visit
 from yafsdp_fn.runtime import errors
 from yafsdp_fn.runtime.arguments import StepLoss, returned
-from yafsdp_fn.runtime.memory import StateMemory, content, hooked
+from yafsdp_fn.runtime.memory import StateMemory, content
 from yafsdp_fn.runtime.reductions import Mean
 from yafsdp_fn.util.randomness import (
     LOSS,
@@ -325,7 +325,8 @@ class VisitRunner:
             called = returned(loss.arguments.call(microbatch, self, track, copied=copied), loss.has_aux)
         if content(masters, self.compared) != before:
             raise errors.leaf_written()
-        if self.compared and any(map(hooked, [*masters, *self.leaves])):
+        held = [*masters, *self.leaves] if self.compared else []
+        if any(leaf._backward_hooks or leaf._post_accumulate_grad_hooks for leaf in held):
             raise errors.leaf_hooked()
         return called
 

@@ -53,11 +53,6 @@ def content(leaves: Sequence[Tensor], most: int) -> list[tuple[int, int]]:
     return [(leaf._version, int(sum_of_bits(spaced(leaf, most))) if most else 0) for leaf in leaves]
 
 
-def hooked(leaf: Tensor) -> bool:
-    """Returns whether `leaf` has hooks for its gradient."""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
-
-
 # ---- The memory of a state, from its first step to its last.
 
 COMPARED = 2

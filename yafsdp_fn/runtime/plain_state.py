@@ -12,8 +12,9 @@ import torch
 from yafsdp_fn import optim
 from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.base import checked_update, must_be_state_of
+from yafsdp_fn.params.algebra import map_trainable
 from yafsdp_fn.params.markers import register_node
-from yafsdp_fn.params.sharded import map_trainable, trainable
+from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree, named_leaves
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, add_to, returned

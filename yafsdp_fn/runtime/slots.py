@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from yafsdp_fn.nn.linear import DESTINATION, weight_leaf
+from yafsdp_fn.nn import linear
+from yafsdp_fn.nn.linear import DESTINATION, Destination, Scratch
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.runtime.memory import StateMemory, address_of
@@ -165,3 +166,16 @@ class Slots:
             found = [weight_leaf(view, scratch) for view in self.weight(slot, unit).leaves]
             self.made_leaves[slot, unit, track] = found
         return found
+
+
+def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
+    """Returns a block's leaf of a weight; with `scratch` it requires grad, and has a destination if it is large.
+
+    `.data`, not `detach`: the view needs a version counter of its own, since slots are overwritten by design
+    """
+    leaf = view.data
+    if scratch is not None:
+        leaf.requires_grad_()
+        if leaf.numel() >= linear.LARGE:
+            setattr(leaf, DESTINATION, Destination(scratch))
+    return leaf

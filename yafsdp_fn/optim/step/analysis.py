@@ -8,6 +8,9 @@ It is asked once for an optimizer, when a step function or its steps over a memo
 
 from typing import Any, NamedTuple
 
+import optree
+from torch import Tensor
+
 from yafsdp_fn.optim.base import GradientTransformation, Stage, State, name, stages
 from yafsdp_fn.optim.in_format import inside
 from yafsdp_fn.optim.leafwise import Leafwise
@@ -15,7 +18,7 @@ from yafsdp_fn.optim.partition import Partition
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
 from yafsdp_fn.params.leaf_mask import LeafRule, restricted
 from yafsdp_fn.params.sharded import handles
-from yafsdp_fn.params.tree import Tree
+from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
 
 Chosen = tuple[list[Stage], LeafRule | None]
 """The stages of a lane, and the rule for its leaves; None for all."""
@@ -113,3 +116,17 @@ def own_part(tree: Tree, chosen: LeafRule | None) -> Tree:
 
 def units_of(params: Tree) -> list[int]:
     return [unit for handle in handles(params) for _, group, _ in handle.group_leaves() for unit in group.held]
+
+
+def check_gradients(params: Tree, grads: Tree) -> None:
+    """Raises ValueError for gradients unlike their parameters."""
+    try:
+        found = optree.tree_structure(params).flatten_up_to(grads)
+    except ValueError as error:
+        raise TypeError(
+            "optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad beside "
+            f"the value: {error!s:.300}"
+        ) from error
+    for (path, p), g in zip(named_leaves(params), found, strict=True):
+        if not isinstance(g, Tensor) or g.shape != p.shape:
+            raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")

@@ -16,14 +16,14 @@ from yafsdp_fn.optim.leaf_exchange import Messages
 from yafsdp_fn.optim.leafwise import exchanged
 from yafsdp_fn.optim.on_host import HostStates, leaves_on_host
 from yafsdp_fn.optim.scaling import ClipByGlobalNorm
-from yafsdp_fn.optim.step.analysis import analysis, own_part, parts_of, units_of
+from yafsdp_fn.optim.step.analysis import analysis, check_gradients, own_part, parts_of, units_of
 from yafsdp_fn.optim.step.definition import Definition, Lane, StepCall
 from yafsdp_fn.optim.step.fused import FusedSteps, fused_steps
 from yafsdp_fn.params.algebra import global_norm
 from yafsdp_fn.params.sharded import handles
-from yafsdp_fn.params.tree import Tree, named_leaves, shape_of
+from yafsdp_fn.params.tree import Tree
 
-# ---- Takes an optimizer's step in place, of all units at once or unit by unit, in any order, to the same bits:
+# ---- The same bits by any grouping of units, in any order:
 #
 #     steps = UnitSteps(tx, params, grads, opt_state)
 #     for unit in any_order:
@@ -58,7 +58,7 @@ class UnitSteps:
 
     def __init__(self, tx: Any, params: Tree, grads: Tree, opt_state: State, copies: Tree | None = None) -> None:
         self._tx = as_transformation(tx)
-        _check_shapes(params, grads)
+        check_gradients(params, grads)
         self._params, self._grads, self._opt_state = params, grads, opt_state
         whole: Any = [params, grads, opt_state]
         self._memory: list[Any] = optree.tree_leaves(whole)
@@ -182,20 +182,6 @@ class UnitSteps:
         return self._opt_state
 
 
-def _check_shapes(params: Tree, grads: Tree) -> None:
-    """Raises ValueError for gradients unlike their parameters."""
-    try:
-        found = optree.tree_structure(params).flatten_up_to(grads)
-    except ValueError as error:
-        raise TypeError(
-            "optim: the gradients are no tree like the parameters, as ya.grad returns, and ya.value_and_grad beside "
-            f"the value: {error!s:.300}"
-        ) from error
-    for (path, p), g in zip(named_leaves(params), found, strict=True):
-        if not isinstance(g, Tensor) or g.shape != p.shape:
-            raise ValueError(f"optim: the gradient of {path} should be like {shape_of(p)}, got {shape_of(g)}")
-
-
 def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm: Scalar) -> Scalar:
     """Returns the divisor of gradients of norm `grad_norm` (after division by `scale`); `scale` or more."""
     for clip in clips:
@@ -204,33 +190,3 @@ def _clipping_scale(clips: Sequence[ClipByGlobalNorm], scale: Scalar, grad_norm:
         scale = excess if scale is None else scale * excess
         grad_norm = grad_norm.clamp(max=clip.max_norm)
     return scale
-
-
-@torch.no_grad()
-def step_(
-    tx: Any,
-    params: Tree,
-    grads: Tree,
-    opt_state: State,
-    *,
-    scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-    grad_norm: Tensor | None = None,
-    on_write: OnWrite = lambda: None,
-    copies: Tree | None = None,
-) -> State:
-    """Takes one full step in place: updates `params` and `opt_state`, and returns the latter. `grads` are overwritten.
-
-    scale: 0-dim, divides every gradient; None for 1
-    found_inf: 0-dim; if it is 1, parameters and state (its counts too) keep their bits. Never read by the host
-    grad_norm: 0-dim, the global norm of `grads / scale`, if it is known
-    on_write: called before the first write to parameters or state; an exception before it leaves both as they were
-    copies: of `params` in another dtype, which get their new values
-
-    >>> opt_state = ya.optim.step_(ya.optim.sgd(0.1), w, g, ya.optim.sgd(0.1).init(w))
-    >>> w                                                      # written in place
-    tensor([ 0.7000, -1.6000])
-    """
-    steps = UnitSteps(tx, params, grads, opt_state, copies)
-    steps.run(scale=scale, found_inf=found_inf, grad_norm=grad_norm, on_write=on_write)
-    return steps.finish(found_inf)
