@@ -30,7 +30,7 @@ def from_json(path: Path, kind: type[C]) -> C:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist: not a folder that `python -m train clm` made?") from None
     except (OSError, ValueError, OverflowError, RecursionError) as error:  # ConfigErrors of settings, too
-        raise ConfigError(f"{path} cannot be read as the config of a run: {error}") from None
+        raise ConfigError(f"{path} cannot be read as the config of a run: {error!s:.500}") from None
 
 
 def _build(cls: type[T], values: Any, prefix: str) -> T:

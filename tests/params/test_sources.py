@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import warnings
 import weakref
 from typing import Any
 
+import numpy as np
 import optree
 import pytest
 import torch
@@ -76,7 +79,7 @@ def test_init_holds_never_more_than_one_layer() -> None:
         "layers": ya.Stacked({name: ya.Param((6, 10, 3), init=watching) for name in "abcd"}),
     }
     ya.init(tree, ya.optim.sgd(0.1), mesh=one_rank())
-    assert watching.calls == 1 + 6 * 4
+    assert watching.calls == 2 + (6 + 1) * 4  # the first layer is drawn again
     assert 40 <= watching.most <= 4 * 30  # a layer has four leaves of 30
 
 
@@ -117,7 +120,7 @@ def test_a_rank_loads_only_leaves_that_reach_into_its_slice() -> None:
 
 def test_values_are_cast_to_what_the_state_stores() -> None:
     tree = {"w": ya.Param((3,), torch.float64), "v": torch.ones(2, dtype=torch.bfloat16, requires_grad=True)}
-    state = ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank())
+    state = ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank(), precision=ya.Precision())
     assert [(leaf.dtype, leaf.requires_grad) for leaf in optree.tree_leaves(state.params)] == [
         (torch.float32, False)
     ] * 2
@@ -144,6 +147,43 @@ def test_an_initializer_that_makes_another_shape_is_named(run: Any) -> None:
     wrong = ya.Param((2, 3), init=lambda generator, shape, dtype: torch.zeros(1))
     with pytest.raises(ValueError, match=r"s.w: its initializer made shape \(1,\), expected \(3,\)"):
         run({"s": ya.Stacked({"w": wrong})})
+    none = ya.Param((2, 3), init=lambda generator, shape, dtype: np.ones(shape))  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"s.w: its initializer returned ndarray"):
+        run({"s": ya.Stacked({"w": none})})
+
+
+OF_OTHERS = {
+    "NumPy": lambda generator, shape, dtype: torch.from_numpy(np.random.standard_normal(shape)),
+    "NumPy, unseeded": lambda generator, shape, dtype: torch.from_numpy(np.random.default_rng().random(shape)),
+    "Python": lambda generator, shape, dtype: torch.full(shape, random.random()),
+}
+
+
+@pytest.mark.parametrize("init", OF_OTHERS.values(), ids=OF_OTHERS)
+@pytest.mark.parametrize("run", [sharding, ya.materialize])
+def test_an_initializer_that_draws_from_elsewhere_is_named(run: Any, init: Any) -> None:
+    with pytest.raises(ValueError, match=r"the initializer of s.w has made other values when it was called again"):
+        run({"s": ya.Stacked({"w": ya.Param((2, 3), init=init)})})
+
+
+def test_an_initializer_may_draw_from_either_generator_of_torch() -> None:
+    """Those of `torch.nn.init` take none, in older versions."""
+    for init in (torch.nn.init.xavier_uniform_, torch.nn.init.orthogonal_):
+        tree = {"w": ya.Param((4, 3), init=lambda generator, shape, dtype: init(torch.empty(shape, dtype=dtype)))}  # noqa: B023
+        torch.manual_seed(1)
+        once = ya.materialize(tree)
+        torch.manual_seed(2)
+        assert_equal(once, ya.materialize(tree))
+
+
+def test_float64_is_trained_in_float32_with_a_warning_unless_it_is_asked_for() -> None:
+    tree = {"v": torch.ones(2), "w": torch.ones(2, dtype=torch.float64)}
+    with pytest.warns(UserWarning, match=r"^w is float64, and is trained in float32, the default"):
+        sharding(tree)
+    for asked in (ya.Precision(), ya.Precision(torch.float64)):
+        with warnings.catch_warnings(action="error"):
+            state = ya.shard(tree, ya.optim.sgd(0.1), mesh=one_rank(), precision=asked)
+        assert optree.tree_leaves(state.params)[1].dtype == asked.param
 
 
 def test_other_leaves_are_refused_by_name() -> None:

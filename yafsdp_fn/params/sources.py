@@ -16,7 +16,9 @@ from yafsdp_fn.params.layout import Group
 from yafsdp_fn.params.markers import Frozen, without_markers
 from yafsdp_fn.params.sharded import Sharded, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, no_leaf, settle, shape_of, stacked
+from yafsdp_fn.util.bits import sum_of_bits
 from yafsdp_fn.util.randomness import seeded
+from yafsdp_fn.util.words import Made
 
 # ---- Sources of initial values: each leaf of a tree gives one layer at a time.
 #
@@ -100,6 +102,12 @@ INITIALIZER = (
 )
 
 
+OTHER_VALUES = (
+    "the initializer of {} has made other values when it was called again. Each rank calls it for its own part, so it "
+    "may draw from its generator alone, or from torch's own ones, which are seeded: not from NumPy's or Python's"
+)
+
+
 def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     """Returns the source of a leaf. `path` seeds the generator of a Param; its values do not depend on other leaves."""
 
@@ -113,13 +121,13 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
             return leaf.detach() if layer is None else leaf.detach()[layer]
         shape = leaf.shape if layer is None else leaf.shape[1:]
         if isinstance(leaf, Param):
-            generator = leaf_generator(seed, path, layer, device)
-            try:
-                with seeded(generator.initial_seed(), device):  # for one that draws from torch's own generators
-                    value: Tensor = leaf.init(generator, shape, leaf.dtype)
-            except Exception as error:
-                error.add_note(INITIALIZER.format(path))
-                raise
+            value = _drawn(path, leaf, layer, seed, device)
+            if not layer and not isinstance(leaf.init, Made):
+                bits = sum_of_bits(value)
+                del value  # one at a time
+                value = _drawn(path, leaf, layer, seed, device)
+                if not torch.equal(sum_of_bits(value), bits):
+                    raise ValueError(OTHER_VALUES.format(path))
             fault = f"{path}: its initializer made shape {tuple(value.shape)}, expected {shape}"
         else:
             value = leaf.load(layer)
@@ -132,6 +140,19 @@ def source(path: str, leaf: Any, seed: int, device: torch.device) -> Source:
     if isinstance(leaf, Param | Lazy | Tensor):
         return give
     raise TypeError(no_leaf(path, leaf))
+
+
+def _drawn(path: str, leaf: Param, layer: int | None, seed: int, device: torch.device) -> Tensor:
+    generator = leaf_generator(seed, path, layer, device)
+    try:
+        with seeded(generator.initial_seed(), device):  # for one that draws from torch's own generators
+            value = leaf.init(generator, leaf.shape if layer is None else leaf.shape[1:], leaf.dtype)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{path}: its initializer returned {shape_of(value)}")
+    except Exception as error:
+        error.add_note(INITIALIZER.format(path))
+        raise
+    return value
 
 
 def leaf_generator(seed: int, path: str, layer: int | None, device: torch.device) -> torch.Generator:

@@ -72,7 +72,8 @@ class Param:
 
     shape: in a `Stacked` tree the layer axis comes first, as in the tensor it stands for
     dtype: of the initial value; `Precision.param` decides what the state stores
-    init: `(generator, shape, dtype) -> Tensor`, called once per layer with the shape of one layer, whole
+    init: `(generator, shape, dtype) -> Tensor`, called once per layer with the shape of one layer, whole; one of your
+        own twice for the first layer, since the same generator must give the same values
     split: axes of the mesh that it is split over, and the dimension that each cuts, counted from the end:
         `{"tensor": -2}`; `(dimension, blocks)` cuts each of so many equal blocks, of matrices that are one: queries,
         keys and values. A block sees its own part; where the mesh has no such axis, all of it (docs/axes.md)
