@@ -7,7 +7,7 @@ rules, scaling, partition       the transformations, each pure; learning rates b
 muon, leafwise                  those of whole leaves, each at its owner (leafwise.py)
 in_format, on_host              states in formats, such as moments in 8 bits, and in the host's memory
 contrib/                        what is seldom asked for, by public names alone; imported when it is
-step/                           the same update in place, whole or unit by unit: units.py, fused.py, definition.py
+step/                           the same update in place, whole or unit by unit: in_place, units, fused, definition
 """
 
 from importlib import import_module
