@@ -117,7 +117,9 @@ def _of_tree(what: str, tree: Tree) -> Iterator[SummedValue]:
                     name = f"{what}{path}{group.name or 'params'}{layer}"
                     yield SummedValue(name, group.holders(index), rows.get(index, elsewhere))
         elif isinstance(node, Tensor | int | float):
-            yield SummedValue(f"{what}{dotted(at)}", None, torch.as_tensor(node))
+            yield SummedValue(
+                f"{what}{dotted(at)}", None, node if isinstance(node, Tensor) else torch.tensor(node, device="cpu")
+            )
 
 
 # ---- Sums of bits, and their comparison.
@@ -126,7 +128,7 @@ def _of_tree(what: str, tree: Tree) -> Iterator[SummedValue]:
 def _must_be_equal(found: Sequence[SummedValue], every: Tensor, comms: Communicators) -> None:
     """Raises Corrupted where numbers differ: shards of replicas and of the stages that hold them, and what all ranks
     hold. every: [ranks of the mesh, numbers]"""
-    ranks = torch.arange(comms.world).view(comms.stages, comms.replicas, comms.ranks)
+    ranks = torch.arange(comms.world, device="cpu").view(comms.stages, comms.replicas, comms.ranks)
     faults = []
     for value, sums in zip(found, every.T.tolist(), strict=True):
         if value.stages is None:

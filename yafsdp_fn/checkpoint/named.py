@@ -81,7 +81,7 @@ class Theirs(NamedTuple):
 
     def read(self) -> Tensor:
         """Returns the whole tensor, on the CPU."""
-        whole = torch.empty(self.shape, dtype=self.dtype)
+        whole = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         dcp_load({self.key: whole}, storage_reader=FileSystemReader(self.folder), no_dist=True)
         return whole
 

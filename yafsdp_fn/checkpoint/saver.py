@@ -141,7 +141,7 @@ class Saver:
         memory = self._memory.get(name)
         if memory is not None and (memory.shape, memory.dtype) == (part.shape, part.dtype):
             return memory
-        return torch.empty(part.shape, dtype=part.dtype, pin_memory=part.device.type == "cuda")
+        return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda")
 
     def _write(self, job: io.Job, copied: Work, device: torch.device) -> None:
         """Writes a save on its thread, when the state is copied."""

@@ -111,7 +111,7 @@ class CheckpointTensor(NamedTuple):
 def _opened(path: Path, what: str = "") -> Iterator[Any]:
     """Opens a file of safetensors. what: is in errors behind the file"""
     try:
-        with safe_open(path, framework="pt") as file:
+        with torch.device("cpu"), safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}{what} cannot be read: {error}") from error

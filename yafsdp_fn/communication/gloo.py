@@ -52,7 +52,7 @@ class GlooGroup(RankGroup):
         self._rank = process_group.rank()
         self._ranks = process_group.size()
         self._peers = [(self._rank + i) % self._ranks for i in range(1, self._ranks)]
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def all_gathers(self, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         works: list[dist.Work] = []
@@ -145,7 +145,7 @@ class GlooGroup(RankGroup):
         row = -(-used // 64) * 64  # aligned for any dtype
         if self._scratch.numel() < count * row:
             with torch.inference_mode(False):  # streams run under it, and others could not write to what is made there
-                self._scratch = torch.empty(count * row, dtype=torch.uint8)
+                self._scratch = torch.empty(count * row, dtype=torch.uint8, device="cpu")
         return [self._scratch[i * row : i * row + used].view(dtype) for i in range(count)]
 
 

@@ -202,7 +202,7 @@ class Groups(MeshRanks):
         self.gather_group = self.gather_local_group = self._new(members, f"gather{within}")
         self.reduce_group = self._new(members, f"reduce{within}")
         if hierarchical(self):  # else a node is as large as the whole, or a rank
-            at = torch.tensor(members).view(-1, self.nodes, self.local_ranks)
+            at = torch.tensor(members, device="cpu").view(-1, self.nodes, self.local_ranks)
             in_node = at.flatten(0, 1).tolist()
             self.gather_local_group = self._new(in_node, f"gather in a node{within}")
             self.reduce_local_group = self._new(in_node, f"reduce in a node{within}")

@@ -91,7 +91,9 @@ class HostActivationBuffers:
         visit, slot = op
         size = self._size(visit)
         if visit not in self._host or self._host[visit].numel() < size:
-            self._host[visit] = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            self._host[visit] = torch.empty(
+                size, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
+            )
         return _copy(self._host[visit][:size], self._slots[slot][:size])
 
     def _to_device(self, op: Fetch) -> Work:

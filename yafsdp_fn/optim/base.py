@@ -34,7 +34,7 @@ RANKS = SingleUnitOwner(0, 1), SingleUnitOwner(0, 2), SingleUnitOwner(1, 2)
 WIDTH = 16
 """Elements along the last axis of a leaf of the whole."""
 
-RISE = torch.arange(WIDTH) / 4
+RISE = torch.arange(WIDTH, device="cpu") / 4
 
 STEPS = 3
 """Steps of the trial: a state that begins with zeros hides operations on it."""
@@ -111,9 +111,11 @@ def _drawn(tree: Tree, seed: int, ranks: SingleUnitOwner) -> Tree:
         if not isinstance(leaf, Tensor):
             return leaf
         if not leaf.ndim:
-            return torch.randn((), generator=generator).to(leaf.device, leaf.dtype)
+            return torch.randn((), generator=generator, device="cpu").to(leaf.device, leaf.dtype)
         axes = [min(n, most) for n in leaf.shape[:-1]]
-        values = torch.randn(*axes, WIDTH, generator=generator) + RISE  # means and norms of halves are far apart
+        values = (
+            torch.randn(*axes, WIDTH, generator=generator, device="cpu") + RISE
+        )  # means and norms of halves are far apart
         return values.chunk(ranks.ranks, -1)[ranks.rank].contiguous().to(leaf.device, leaf.dtype)
 
     def of_node(node: Any) -> Any:

@@ -150,7 +150,11 @@ def named_leaves(tree: Tree) -> Iterator[tuple[str, Any]]:
 
 def stacked(trees: Sequence[Tree]) -> Tree:
     """Stacks trees into one, each leaf on a new leading axis."""
-    return optree.tree_map(lambda *xs: torch.stack([torch.as_tensor(x) for x in xs]), *trees)
+
+    def stack(*leaves: Any) -> Tensor:
+        return torch.stack([leaf if isinstance(leaf, Tensor) else torch.as_tensor(leaf) for leaf in leaves])
+
+    return optree.tree_map(stack, *trees)
 
 
 def tensors_in(tree: Tree) -> list[Tensor]:

@@ -124,7 +124,7 @@ def must_be_same(rest: Any, comms: Communicators) -> None:
     if not digests:
         return
     # values: rank by rank, against those of stage 0
-    mine = torch.tensor(list(digests.values()), dtype=torch.int64)
+    mine = torch.tensor(list(digests.values()), dtype=torch.int64, device="cpu")
     every = comms.numbers_of_all(mine, NEW).view(comms.stages, -1, len(mine))
     for stage, rank, number in (every != every[0]).nonzero()[:1].tolist():
         other = stage * every.shape[1] + rank

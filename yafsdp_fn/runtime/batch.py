@@ -97,7 +97,7 @@ def _split_along(batch: Tree, name: str, dim: int, axis: Axis, zigzag: bool) -> 
 def _whole_rows(leaf: Any) -> Any:
     """Returns a leaf of a global batch as a tensor of its own."""
     if isinstance(leaf, np.ndarray):
-        return torch.as_tensor(leaf)
+        return torch.as_tensor(leaf, device="cpu")
     if not is_cut(leaf):
         return leaf
     if hasattr(leaf, OF_A_RANK):

@@ -207,7 +207,7 @@ class BlockCollectives:
         for side in got.rows:
             numbers += side
         size, apart = comms.axes[call.axis].size, comms.stride(call.axis)
-        every = comms.numbers_of_all(torch.tensor(numbers), what, in_stage=True)
+        every = comms.numbers_of_all(torch.tensor(numbers, device="cpu"), what, in_stage=True)
         every = every.view(-1, size, apart, len(numbers))
         same = every[..., 0] == every[:, :1, :, 0]
         if not bool(same.all()):

@@ -87,7 +87,7 @@ def warn_of_ranks(comms: Communicators, split: Collection[str], batch: Any, batc
     mine = digest(batch)
     # parameters in it may be of the state that the step has donated
     whole = sum(getattr(leaf, OF_A_RANK, 0) for leaf in optree.tree_leaves(batch, is_leaf=is_sharded))
-    every = comms.numbers_of_all(torch.tensor([mine, whole, *told, threads]), "comparing batches")
+    every = comms.numbers_of_all(torch.tensor([mine, whole, *told, threads], device="cpu"), "comparing batches")
     if (every[:, -1] != threads).any():
         warnings.warn(
             f"ranks compute with other numbers of threads, {every[:, -1].tolist()}: all wait for the slowest, and last "

@@ -143,7 +143,7 @@ def combine(results: Sequence[Tree], comms: Ranks | None) -> Tree:
             continue
         checked = [_checked(leaf, "aux") if isinstance(leaf, Mean) else leaf for leaf in column]
         for values in zip(*checked, strict=True):
-            tensors = [torch.as_tensor(value).detach() for value in values]
+            tensors = [value.detach() for value in values]
             if isinstance(column[0], Max):
                 maxima.append(torch.stack(tensors).amax(0))
                 continue
@@ -220,7 +220,7 @@ def combined(
         )
     results: list[Tree] = []
     for number, (loss, of_loss) in enumerate(zip(losses, aux, strict=True)):
-        mean = Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight).double())
+        mean = Sum(loss.total.double()), Sum(torch.as_tensor(loss.weight, device=loss.total.device).double())
         beside = [Sum(x if number == 0 else torch.zeros_like(x)) for x in once]
         results.append(((mean, of_loss), beside))
     found, sums = combine(results, ranks)

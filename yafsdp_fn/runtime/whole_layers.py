@@ -133,7 +133,7 @@ def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[
             out = f(*[give(layer) for give in layers])
         leaves = like_layer(stack, out)
         if leaves is None:
-            others.append(optree.tree_map(lambda x: torch.as_tensor(x).clone(), out))
+            others.append(optree.tree_map(lambda x: x.clone() if isinstance(x, Tensor) else torch.as_tensor(x), out))
             continue
         if not shards:  # in the dtype of the function's result
             for shard, of_group in zip(stack.leaves, leaves, strict=True):

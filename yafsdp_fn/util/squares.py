@@ -72,4 +72,4 @@ def _in_blocks(leaf: Tensor) -> Tensor:
 
 def sum_of(values: list[Tensor]) -> Tensor:
     """Returns the sum of 0-dim tensors, zero if there are none."""
-    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64)
+    return torch.stack(values).sum() if values else torch.zeros((), dtype=torch.float64, device="cpu")

@@ -90,7 +90,7 @@ def _open(file: Path) -> Iterator[Any]:
     except ImportError as error:
         raise ImportError("reading safetensors needs the library: pip install 'yafsdp_fn[hf]'") from error
     try:
-        with safe_open(file, framework="pt") as handle:
+        with torch.device("cpu"), safe_open(file, framework="pt") as handle:
             yield handle
     except FileNotFoundError as error:
         raise _gone(file) from error
