@@ -96,7 +96,7 @@ class Saves:
     def _done(self) -> Path:
         path = self._saver.wait()
         assert path is not None, "a checkpoint was begun"
-        return path
+        return self._folder / path.name  # as --runs has it
 
 
 def load(folder: Path, like: ya.ShardedState, warn: Callable[[str], None]) -> tuple[ya.ShardedState, dict[str, Any]]:
