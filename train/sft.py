@@ -34,7 +34,7 @@ def job(config: Tuning, ranks: int) -> tuple[Tuning, Job]:
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
         precision = setup.precision(config.sharding)
-        return base.begin(tx, mesh, precision, config.lora, config.sharding)
+        return base.begin(tx, mesh, precision, config.lora, config.sharding, config.seed)
 
     return config, Job(
         model=base.model,

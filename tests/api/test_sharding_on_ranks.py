@@ -192,6 +192,9 @@ def test_parts_that_cannot_be_told_apart_begin_anew_with_a_warning(mesh: Any) ->
         other = ya.shard(state, two)
     assert not any(leaf.any() for leaf in optree.tree_leaves(other.opt_state[:2]))
     compare(other.opt_state[2], state.opt_state[1], 0.0, "Adam's")
+    part = {"kept": ya.Param((3,)), "still": ya.frozen({"w": ya.Param((2,))})}
+    with pytest.warns(UserWarning, match=r"begin anew: ScaleByAdamState of still\.w$"):
+        ya.shard(ya.init(part, TX, mesh=mesh), TX, like={**part, "still": {"w": ya.Param((2,))}})
 
 
 @on_ranks(2)

@@ -64,6 +64,15 @@ def test_after_a_resume_from_an_earlier_step_its_own_come_first(tmp_path: Path) 
     assert order == [3, 2, 6, 4]
 
 
+def test_those_of_an_abandoned_run_are_none_of_the_newest(tmp_path: Path) -> None:
+    """A run that went back to step 4 keeps its own, and deletes no later ones before it has passed them."""
+    for step in (2, 4, 6, 8):
+        write(tmp_path, step)
+    for step, keep, kept in ((5, 2, [4, 5, 6, 8]), (7, 2, [5, 7, 8]), (9, 2, [7, 9]), (10, 9, [7, 9, 10])):
+        write(tmp_path, step, keep)
+        assert sorted(folder.complete(tmp_path)) == kept
+
+
 def test_what_others_put_there_is_left_alone(tmp_path: Path) -> None:
     write(tmp_path, 3, text="x")
     shutil.copytree(tmp_path / "step-00000003", tmp_path / "step-00000003.bak")

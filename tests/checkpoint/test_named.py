@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -181,6 +182,20 @@ def test_a_folder_appears_when_it_is_complete(mesh: Any, tmp_path: Path) -> None
     checkpoint.save_named(target, state.params, name)
 
 
+@on_ranks(2)
+def test_ranks_write_into_the_folder_that_rank_0_names(mesh: Any, tmp_path: Path) -> None:
+    """Two clocks, say. It is complete, and found from another working directory than the one that it was opened in."""
+    state = ya.init(params(), None, mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        checkpoint.save_named(f"of-{mesh.get_rank()}", state.params, name)
+        lazy = checkpoint.load_named("of-0", params(), name)
+    assert [path.name for path in tmp_path.iterdir()] == ["of-0"]
+    assert ya.checksum(ya.shard(lazy, None, mesh=mesh)) == ya.checksum(state)
+    with pytest.raises(TypeError, match=r"`name` returned None for"):
+        checkpoint.save_named(tmp_path / "other", state.params, lambda path, layer: None)  # type: ignore
+
+
 @on_ranks(1)
 def test_moments_that_do_not_fit(mesh: Any, tmp_path: Path) -> None:
     """A parameter that began later has taken fewer steps; the state stays as it was."""
@@ -240,6 +255,16 @@ def test_what_does_not_fit_is_named(pools: Pools, tmp_path: Path) -> None:
         checkpoint.CheckpointError, match=r"model\.norm\.weight has shape \(5,\), norm\.weight here has"
     ):
         checkpoint.load_named(source, other, name)
+    with pytest.raises(checkpoint.CheckpointError, match=r"layers\.down\.weight is .* in layer 0 and in layer 1"):
+        checkpoint.load_named(source, params(), lambda path, layer: name(path, layer and 0))
+    block = {"up": {"weight": ya.Param((2, 7, EMBED)), "bias": ya.Param((2, 7))}}
+    with pytest.warns(
+        UserWarning, match=r"has model\.layers\.0\.down\.weight, .*model\.layers\.2\.up\.bias, .* not read"
+    ):
+        checkpoint.load_named(source, params() | {"layers": ya.Stacked(block)}, name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load_named(source, params(), name)  # moments of what is read are beside it
     with pytest.raises(checkpoint.CheckpointError, match=r"cannot be read as torch's checkpoint: FileNotFoundError"):
         checkpoint.load_named(tmp_path, params(), name)
 

@@ -302,6 +302,8 @@ def loading_fails(mesh: Any, directory: Path, kind: str) -> None:
         tx = ya.optim.sgd(0.1)
     elif kind == "dtype":
         precision = ya.Precision(param=torch.float64)
+    elif kind == "part":
+        load_params(directory, ya.init({"embed": params.embed, "layers": params.layers}, mesh=mesh))
     load(directory, ya.init(params, tx, mesh=mesh, precision=precision))
 
 
@@ -311,6 +313,7 @@ def loading_fails(mesh: Any, directory: Path, kind: str) -> None:
         ("shape", "leaf layers.w: the checkpoint has torch.float32 [3, 5, 3], this state torch.float32 [3, 6, 3]"),
         ("name", "params.layers:layers, leaf layers.u: the checkpoint has nothing, this state torch.float32 [3, 5, 3]"),
         ("optimizer", "which this state has not"),
+        ("part", "the checkpoint holds head.scale in params.head, which this state has not"),
         ("dtype", "leaf embed: the checkpoint has torch.float32 [7, 5], this state torch.float64 [7, 5]"),
     ],
 )

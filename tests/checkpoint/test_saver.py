@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import signal
@@ -107,13 +108,65 @@ def test_a_full_disk_is_called_one(mesh: Any, tmp_path: Path) -> None:
     assert f"{tmp_path}/step-00000000.partial/rank-0000{last}.safetensors" in said, said
 
 
+@on_ranks(1)
+@pytest.mark.parametrize("how", ["dropped", "beside an exception"])
+def test_a_failure_that_nobody_waits_for_is_told(mesh: Any, tmp_path: Path, how: str) -> None:
+    (tmp_path / "file").write_text("in the way")
+    saver = checkpoint.Saver(tmp_path / "file")
+    saver.save(fresh(mesh))
+    for thread in threading.enumerate():
+        if thread.name == "yafsdp-save":
+            thread.join()
+    with pytest.warns(UserWarning, match="the last save failed, and nobody waited for it: saving step 0 in "):
+        if how == "dropped":
+            del saver
+        else:
+            with pytest.raises(ZeroDivisionError), saver:
+                raise ZeroDivisionError
+
+
+@on_ranks(1)
+def test_a_save_is_waited_for_again_after_an_interrupt_and_goes_where_it_began(mesh: Any, tmp_path: Path) -> None:
+    gate, write = threading.Event(), Job.write
+
+    def late(job: Job, ranks: Any) -> Path:
+        gate.wait()
+        return write(job, ranks)
+
+    then = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setattr(Job, "write", late)
+        with checkpoint.Saver("runs") as saver:
+            saver.save(fresh(mesh))
+            patch.chdir("/")
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+            with pytest.raises(KeyboardInterrupt):
+                saver.wait()
+            signal.signal(signal.SIGUSR1, then)
+            assert saver.busy
+            gate.set()
+            assert saver.wait() == tmp_path / "runs" / "step-00000000"
+
+
 @on_ranks(2)
 def test_bad_arguments(mesh: Any, tmp_path: Path) -> None:
     state = fresh(mesh)
-    with pytest.raises(ValueError, match=r"keep_last is 0: expected a positive number"):
-        checkpoint.save(tmp_path, state, keep_last=0)
+    for keep in (0, 1.5, "3"):
+        with pytest.raises(ValueError, match=rf"keep_last is {keep!r}: expected a positive number"):
+            checkpoint.save(tmp_path, state, keep_last=keep)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"extra: the key 1 would come back as text"):
+        checkpoint.save(tmp_path, state, {"rates": [{1: None}]})
+    with pytest.raises(checkpoint.CheckpointError, match="~ would be a folder of that name"):
+        checkpoint.save("~/runs", state)
     with pytest.raises(TypeError, match=r"extra: expected what JSON can hold: .*Tensor"):
         checkpoint.save(tmp_path, state, {"t": torch.ones(1)})
     with pytest.raises(RuntimeError, match=r"what to save.*extra"):
         checkpoint.save(tmp_path, state, {"position": mesh.get_rank()})
     assert list(tmp_path.iterdir()) == []
+    one = checkpoint.save(tmp_path, state)
+    for wrong in (lambda: checkpoint.save(one, state), lambda: checkpoint.load(one, state)):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=f"is a checkpoint itself; name the folder around it, {tmp_path}"
+        ):
+            wrong()

@@ -79,6 +79,7 @@ def test_units_and_what_is_frozen_have_pinned_units_of_their_own() -> None:
     ("abstract", "message"),
     [
         ({"a": {"w": param(2), "gain": ya.Pinned(param(3))}}, "a.gain: a Pinned outside of a Stacked; "),
+        ({"a": {"b": param(2)}, "a.b": param(2)}, "two leaves are called a.b: rename one"),
         (ya.Pinned(param(3)), "params: a Pinned outside of a Stacked"),
         ({"a": ya.frozen({"gain": ya.Pinned(param(3))})}, "a.gain: a Pinned outside of a Stacked"),
         ({"a": ya.Unit({"gain": ya.Pinned(param(3))})}, "a.gain: a Pinned outside of a Stacked"),

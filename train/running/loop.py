@@ -23,6 +23,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+import optree
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -134,6 +135,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     state = job.begin(tx, mesh)
     schedule: AnySchedule = setup.schedule(config.sharding, config.stages)
     position, kept = 0, []
+    texts = {"text": job.text} | ({"heldout": job.heldout.fingerprint()} if config.eval_every else {})
     if config.resume:
         warn = (lambda text: say_apart(f"warning: {text}")) if here.leads else (lambda text: None)
         state, extra = load(folder / "checkpoints", state, warn)
@@ -141,7 +143,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         run.checked(extra, job.training, config.seed, str(where))
         position, kept = extra["position"], extra.get("spikes", [])
         # the same program issues the same operations, and gives the same bits
-        schedule = run.resumed(extra, state, config, job.text) or schedule
+        schedule = run.resumed(extra, state, config, texts, warn) or schedule
     loss_of = partial(models.of(job.model).loss, axes=setup.axes(config.stages, job.model, seq_len))
     loss_fn = loss_of(job.model, chunks=config.sharding.chunks, **job.loss)
     spikes = Spikes(config.skip_spikes) if config.skip_spikes else None
@@ -193,7 +195,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             skips.see(record)
 
         lr = setup.learning_rate(config.optim, config.steps)
-        meter = Meter(seen, lr=lr, tokens=rows * seq_len, model=job.model, seq_len=seq_len, place=here)
+        skipped = not_counted(state)
+        meter = Meter(seen, lr=lr, tokens=rows * seq_len, model=job.model, seq_len=seq_len, place=here, skipped=skipped)
         if config.eval_every and state.step == 0:
             report.evaluation(0, *evaluation.loss(state))
             meter.restart()
@@ -208,6 +211,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             if skips.too_many:
                 meter.flush()
                 state = saves.back(state, skips.go_back())
+                meter.skipped = not_counted(state)
                 meter.restart()
                 continue
             evaluates, ends = due(state.step, config.eval_every, last), last or stopped
@@ -217,7 +221,7 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                 if evaluates:
                     report.evaluation(state.step, *evaluation.loss(state))
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
-                    saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
+                    saves.save(state, run.extra(config, texts, reader.position, spikes), ends)
                 meter.restart()
         recorded_step.write()
         if config.calibrate and not stopped:
@@ -255,6 +259,12 @@ def garbage_stays() -> Iterator[None]:
         gc.unfreeze()
         if enabled:
             gc.enable()
+
+
+def not_counted(state: ya.ShardedState) -> int:
+    """Returns how many steps of a state were skipped: Adam has not counted them."""
+    counts = [leaf for leaf in optree.tree_leaves(state.opt_state) if leaf.ndim == 0]
+    return state.step - int(counts[0])
 
 
 def due(step: int, every: int, last: bool) -> bool:

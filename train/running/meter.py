@@ -63,7 +63,10 @@ class Meter:
         model: Shape,
         seq_len: int,
         place: Place,
+        skipped: int = 0,
     ) -> None:
+        self.skipped = skipped
+        """Steps so far that were skipped: the optimizer, and so the learning rate, has not counted them."""
         self._sink, self._lr, self._tokens, self._device = sink, lr, tokens, place.device
         most = peak(place.device)
         self._mfu_seconds = None if most is None else per_token(model, seq_len) * tokens / (most * place.devices)
@@ -92,19 +95,21 @@ class Meter:
         step, (loss, grad_norm, skipped) = late[0], late[1].read()
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
+        lost = bool(skipped) or not math.isfinite(loss)
         self._sink(
             Record(
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
-                lr=self._lr(step - 1),
+                lr=self._lr(step - 1 - self.skipped),
                 tokens_per_s=round(self._tokens / seconds, 1),
                 step_ms=round(seconds * 1e3, 3),
                 mem_bytes=memory_bytes(self._device),
                 mfu=None if self._mfu_seconds is None else round(self._mfu_seconds / seconds, 4),
-                skipped=bool(skipped) or not math.isfinite(loss),
+                skipped=lost,
             )
         )
+        self.skipped += lost
 
 
 State = ya.ShardedState

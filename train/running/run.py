@@ -17,7 +17,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -238,10 +238,10 @@ def settled(config: C, training: Rows, heldout: Rows, ranks: int) -> C:
     return dataclasses.replace(config, data=data, eval_every=every)
 
 
-def extra(config: Settings, text: str, position: Position, spikes: Spikes | None) -> dict[str, Any]:
-    """Facts that a checkpoint keeps beside the state. text: the training text's fingerprint"""
+def extra(config: Settings, texts: Mapping[str, str], position: Position, spikes: Spikes | None) -> dict[str, Any]:
+    """Facts that a checkpoint keeps beside the state. texts: fingerprints, as `resumed` compares them"""
     more = {} if spikes is None else {"spikes": spikes.kept()}
-    return {"position": position, "text": text, "sharding": _sharding(config), **more}
+    return {"position": position, **texts, "seed": config.seed, "sharding": _sharding(config), **more}
 
 
 def checked(extra: Mapping[str, Any], rows: Rows, seed: int, where: str) -> None:
@@ -271,9 +271,26 @@ def _is_pair(value: Any) -> bool:
     )
 
 
-def resumed(extra: Mapping[str, Any], state: ya.ShardedState, config: Settings, text: str) -> Any:
-    """The program to go on with, None where the sharding is another than it was. Refuses what cannot go on."""
-    if extra["text"] != text:
+def resumed(
+    extra: Mapping[str, Any],
+    state: ya.ShardedState,
+    config: Settings,
+    texts: Mapping[str, str],
+    warn: Callable[[str], None],
+) -> Any:
+    """The program to go on with, None where the sharding is another than it was. Refuses what cannot go on.
+
+    texts: fingerprints of the training text, `text`, and of the held-out one, `heldout`, where there are evaluations
+    """
+    seed = extra.get("seed", config.seed)
+    require(
+        seed == config.seed,
+        f"--resume: the checkpoint is of a run of seed {seed!r:.60}, the settings have seed {config.seed}: its "
+        "position would mean other text; give the settings that it was trained with, or start a new run",
+    )
+    if extra.get("heldout", texts.get("heldout")) != texts.get("heldout", extra.get("heldout")):
+        warn("the held-out text is not what it was: held-out losses before this start and after it are of other text")
+    if extra["text"] != texts["text"]:
         raise ConfigError(
             "--resume: the text is not that of the run (files were added, removed or changed), so the position in it "
             "means nothing; restore the files, or start a new run"

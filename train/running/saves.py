@@ -23,6 +23,7 @@ import yafsdp_fn as ya
 from train.running.report import Record, Report
 from train.settings import Settings
 from yafsdp_fn import checkpoint
+from yafsdp_fn.checkpoint.folder import folder_name
 
 PAUSES = (1.0, 4.0)
 """Seconds between tries of the checkpoint that a run ends with."""
@@ -63,7 +64,7 @@ class Saves:
             self._under_way = state.step
             self._saver.save(state, extra)
         if ends:
-            self._report.checkpoint(state.step, self._done())
+            self._done(state.step)
 
     def settle(self, step: int) -> bool:
         """Tells whether to save again now, after `step`: the checkpoint begun some steps ago could not be written."""
@@ -85,7 +86,7 @@ class Saves:
         if step is None:
             return True
         try:
-            self._report.checkpoint(step, self._done())
+            self._done(step)
         except checkpoint.CheckpointError as error:
             self._report.warn(
                 f"no checkpoint of step {step}: {error}. Training goes on; the checkpoints before it stay"
@@ -93,10 +94,10 @@ class Saves:
             return False
         return True
 
-    def _done(self) -> Path:
-        path = self._saver.wait()
-        assert path is not None, "a checkpoint was begun"
-        return path
+    def _done(self, step: int) -> None:
+        """Waits for the checkpoint of `step`, and says where it is."""
+        self._saver.wait()
+        self._report.checkpoint(step, self._folder / folder_name(step))
 
 
 def load(folder: Path, like: ya.ShardedState, warn: Callable[[str], None]) -> tuple[ya.ShardedState, dict[str, Any]]:

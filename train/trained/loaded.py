@@ -3,7 +3,7 @@
 load(source)                                    # a model and its tokenizer, to be used
 base = opened(folder)                           # one that others start from: a run's newest checkpoint, or a directory
 state = base.trained(mesh)                      # its weights, to be looked at
-state = base.begin(tx, mesh, precision, lora)   # step 0 of a run that goes on from them
+state = base.begin(tx, mesh, precision, ...)    # step 0 of a run that goes on from them
 """
 
 from __future__ import annotations
@@ -188,24 +188,29 @@ class Opened:
         precision: ya.Precision,
         lora: Lora,
         sharding: Sharding,
+        seed: int,
     ) -> ya.ShardedState:
-        """Its weights as the state of step 0 of a run that trains them so. Adapters of its own are merged first."""
+        """Its weights as the state of step 0 of a run that trains them so. Adapters of its own are merged first.
+
+        seed: of new adapters, and of random numbers in steps
+        """
         pin_norms = sharding.pin_norms
+        how: Any = {"mesh": mesh, "precision": precision, "seed": seed}
 
         def adapted(tree: Any) -> Any:
             return adapter(lora)(setup.travelling(tree, sharding.int8))
 
         if self.run is None:
             _, lazy = models.hf.load(self.folder, pin_norms=pin_norms)
-            return ya.shard(adapted(lazy), tx, mesh=mesh, precision=precision)
+            return ya.shard(adapted(lazy), tx, **how)
         trained, tree = self.trained(mesh), models.of(self.model).params(self.model, pin_norms=pin_norms)
         if not (self.lora.rank or lora.rank):
             # from shards to shards
-            return ya.shard(trained.params, tx, like=adapted(tree), precision=precision)
+            return ya.shard(trained.params, tx, like=adapted(tree), **how)
         whole = ya.merge_lora(trained) if self.lora.rank else ya.unshard(trained.params)
         leaves: list[Any] = optree.tree_leaves(whole)
         marked = optree.tree_unflatten(optree.tree_structure(cast(Any, tree)), leaves)
-        return ya.shard(adapted(marked), tx, mesh=mesh, precision=precision)
+        return ya.shard(adapted(marked), tx, **how)
 
     def trained(self, mesh: DeviceMesh, step: int | None = None) -> ya.ShardedState:
         """Its weights as they are, adapters apart, with no optimizer; of a run in its precision.

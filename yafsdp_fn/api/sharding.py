@@ -104,7 +104,8 @@ def shard(
     Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape;
     RanksDisagree, naming leaf and ranks, if values in memory (tensors, the parameters of a module) differ between
     ranks, for which all of them are read once. `Lazy` leaves from elsewhere are not compared. Warns of parts of an
-    optimizer that begin anew, since there were more or fewer of their kind.
+    optimizer that begin anew, since there were more or fewer of their kind, or none of a leaf that was frozen:
+    its moments are zeros beside a count of steps that goes on.
 
     >>> state = ya.shard(plain, tx, like=params, mesh=mesh)
     >>> torch.equal(ya.unshard(state.params)["head"]["out"], plain["head"]["out"])
@@ -377,6 +378,7 @@ def _copy_states(old: Tree, new: Tree) -> None:
         if len(kept) == len(nodes):
             for before, node in zip(kept, nodes, strict=True):
                 _copy(before, node)
+                unclear |= {f"{part[0][0].__name__} of {leaf}" for leaf in _leaves(node) - _leaves(before)}
         elif kept:
             unclear.add(part[0][0].__name__)
     if unclear:
@@ -419,6 +421,12 @@ def _copy(before: Any, node: Any) -> None:
                 fill_group(leaf, group, node.owner.comms, whole.sources(group), together=True)
     elif isinstance(node, Tensor) and isinstance(before, Tensor) and node.shape == before.shape:
         node.copy_(before)
+
+
+def _leaves(node: Any) -> set[str]:
+    """Returns the leaves of which a node of an optimizer's state has something."""
+    groups = [group for _, group, _ in node.group_leaves()] if isinstance(node, Sharded) else []
+    return {leaf for group in groups for leaf in group.layout.names}
 
 
 def _forms(handle: Sharded) -> list[Any]:

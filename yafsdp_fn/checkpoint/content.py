@@ -272,16 +272,17 @@ def _check(
             at = f"{key}, leaf {leaf}" if leaf else key
             text = f"{where}: {at}: the checkpoint has {there}, this state {form}"
             if handle not in handles:
-                text += f"; it holds {_some(saved)}" + ANOTHER_OPTIMIZER * key.startswith("opt_state")
+                text += f"; it holds {some(saved)}" + ANOTHER_OPTIMIZER * key.startswith("opt_state")
             raise CheckpointError(text)
     left = {at: key for at, (key, _) in have.items() if at not in want}
     if left:
-        names = _some({f"{leaf} in {key}" if leaf else key for (_, leaf), key in left.items()})
+        names = some({f"{leaf} in {key}" if leaf else key for (_, leaf), key in left.items()})
         text = f"{where}: the checkpoint holds {names}, which this state has not"
         raise CheckpointError(text + ANOTHER_OPTIMIZER * all(key.startswith("opt_state") for key in left.values()))
 
 
-def _some(keys: Iterable[str]) -> str:
+def some(keys: Iterable[str]) -> str:
+    """Returns six of them, and how many more there are."""
     names = sorted(keys)
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
     return ", ".join(names[:6]) + more

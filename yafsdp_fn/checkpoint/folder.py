@@ -68,23 +68,31 @@ def prepare(directory: Path, step: int) -> Path:
 
 
 def publish(directory: Path, step: int, keep_last: int | None = None, keep_every: int | None = None) -> Path:
-    """Makes the partial folder of `step` complete, points `latest` to it, and deletes checkpoints that are not kept."""
+    """Makes the partial folder of `step` complete, points `latest` to it, and deletes those that are not kept."""
     source = partial(directory, step)
     target = directory / folder_name(step)
     replaced = target.with_name(f"{target.name}.replaced")
     sync_folder(source)
+    marker = directory / LATEST
+    before = _named(marker) if marker.is_file() else None
     if os.path.lexists(target):  # the same step again, after a resume from an earlier one
         remove(replaced)
         target.rename(replaced)
     source.rename(target)
     sync_folder(directory)
-    replace(directory / LATEST, f"{target.name} {_check(target.name)}\n".encode())
+    replace(marker, f"{target.name} {_check(target.name)}\n".encode())
     sync_folder(directory)
     with suppress(OSError):
         remove(replaced)
+    if keep_last is None:
+        return target
+    # after a resume from an earlier step those between it and this one are of the abandoned run, and later ones are
+    # not this run's to delete
     found = complete(directory)
-    for old in sorted(found)[: -keep_last if keep_last else 0]:
-        if old != step and not (keep_every and old % keep_every == 0):
+    earlier = sorted((old for old in found if old < step), reverse=True)
+    own = [old for old in earlier if before is None or old <= before]
+    for old in set(earlier) - set(own[: keep_last - 1]):
+        if not (keep_every and old % keep_every == 0):
             shutil.rmtree(found[old])
     return target
 
@@ -159,9 +167,18 @@ def candidates(directory: Directory, step: int | None) -> list[Path]:
         return _newest_first(root, found)
     if step in found:
         return [found[step]]
+    _must_be_around(root)
     here = ", ".join(path.name for _, path in sorted(found.items())) or "no checkpoint"
     wanted = "a complete checkpoint" if step is None else folder_name(step)
     raise CheckpointError(f"{root}: expected {wanted}, found {here}")
+
+
+def _must_be_around(directory: Path) -> None:
+    """Raises CheckpointError for a checkpoint in place of the folder around it, and for a `~` that nobody expanded."""
+    if (directory / SUMS).is_file():
+        raise CheckpointError(f"{directory} is a checkpoint itself; name the folder around it, {directory.parent}")
+    if directory.parts[:1] == ("~",):
+        raise CheckpointError(f"{directory}: ~ would be a folder of that name; os.path.expanduser makes a path of it")
 
 
 # ---- Runs file operations with the same outcome on every rank: a failure on one raises `CheckpointError` on all,
@@ -317,6 +334,7 @@ def owned(directory: Path, ranks: AllRanks, what: str) -> Iterator[None]:
     locks: list[int | None] = []
 
     def take() -> None:
+        _must_be_around(directory)
         _claim(directory, ranks)
         directory.mkdir(parents=True, exist_ok=True)
         try:

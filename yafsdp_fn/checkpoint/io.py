@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import optree
 from torch import Tensor
 
 from yafsdp_fn.checkpoint import content, folder
@@ -76,7 +77,8 @@ def save(
 ) -> Path:
     """Writes `state` and `extra` into `directory`, a folder per step, and returns that folder.
 
-    extra: anything JSON can hold, such as the position in the data; the same on all ranks
+    extra: a dict of what JSON can hold, such as the position in the data; the same on all ranks. Tuples come back as
+        lists
     keep_last: how many of the newest checkpoints stay; None: all
     keep_every: checkpoints of steps that it divides stay too
 
@@ -101,14 +103,20 @@ def prepare(
     """Returns the job that `save` will write; its tensors are the state's own."""
     state = must_be_sharded(state, "checkpoint.save takes a folder and a ShardedState").check()
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}: expected a positive number, or None")
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} is {value!r}: expected a positive number, or None")
     try:
         text = json.dumps(dict(extra or {}))
     except (TypeError, ValueError, RecursionError) as error:
-        raise TypeError(f"extra: expected what JSON can hold: {error}") from error
+        raise TypeError(
+            f"extra: expected what JSON can hold: {error}; of a tensor or an array its .tolist()"
+        ) from error
     if content.deeper_than(content.DEEPEST - 1, json.loads(text)):  # the manifest is one level more
         raise TypeError(f"extra: it is nested deeper than {content.DEEPEST - 1} levels")
+    for accessor in optree.tree_accessors(dict(extra or {}), none_is_leaf=True):
+        for key in (entry.entry for entry in accessor if issubclass(entry.type, dict)):
+            if not isinstance(key, str):
+                raise TypeError(f"extra: the key {key!r} would come back as text; expected keys that are strings")
     must_be_one("checkpoint.save", handles(state.params))
     comms = state.memory.comms
     comms.must_agree("what to save", {"step": str(state.step), "extra": text})
@@ -171,7 +179,7 @@ def load(
 def load_params(
     directory: Directory, like: ShardedState | None = None, *, step: int | None = None, donate: bool = False
 ) -> ShardedState:
-    """Loads parameters and step only, for inference: the optimizer state is that of `like`.
+    """Loads parameters and step only, all of them, for inference: the optimizer state is that of `like`.
 
     like, donate: as for `load`
 
@@ -203,8 +211,7 @@ def _load(
     facts = ranks.first(lambda: content.read(source), reading)
     # errors are found before `like` is touched
     wanted = _contents(like, params_only=params_only)
-    handles = {content.handle_of(each.key) for each in wanted}
-    saved = {key: of for key, of in facts.tensors.items() if not params_only or content.handle_of(key) in handles}
+    saved = {key: of for key, of in facts.tensors.items() if not params_only or not key.startswith("opt_state")}
     contents = content.found_in(saved, wanted, where)
     stored = ranks.each(lambda: _stored(source, contents), reading)[ranks.rank]
     memory = like.memory

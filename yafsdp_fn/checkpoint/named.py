@@ -16,6 +16,7 @@ def moments(path, layer):           # "layers.wq", 3 -> "optim.state.layers.3.wq
 """
 
 import itertools
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from yafsdp_fn.checkpoint.content import some
 from yafsdp_fn.checkpoint.folder import AllRanks, CheckpointError, Directory, owned, ranks_of
 from yafsdp_fn.checkpoint.io import reads, writing
 from yafsdp_fn.optim.in_format import InFormatState
@@ -54,7 +56,7 @@ def load_named(directory: Directory, params: Tree, name: Name) -> Tree:
     params: `ya.Param` leaves and markers, as for `ya.init`; their shapes must be the checkpoint's
 
     torch reads these folders by unpickling, which can run anything: load those alone that you trust. Raises
-    CheckpointError, naming leaf and tensor.
+    CheckpointError, naming leaf and tensor. Warns of tensors that are not read, such as layers that `params` has not.
 
     >>> def name(path, layer):                                 # "layers.up", 3 -> "layers.3.up"
     ...     return path if layer is None else path.replace("layers", f"layers.{layer}")
@@ -63,12 +65,16 @@ def load_named(directory: Directory, params: Tree, name: Name) -> Tree:
     >>> torch.equal(ya.global_norm(restored.params), ya.global_norm(state.params))
     True
     """
-    find = _finder(Path(directory), name)
+    root = Path(directory).absolute()  # weights are read later, wherever the working directory is then
+    find, unread = _finder(root, name)
 
     def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
         return _lazy(find, dotted(accessor), leaf, in_stack(accessor))
 
-    return optree.tree_map_with_accessor(lazy, params)
+    found: Tree = optree.tree_map_with_accessor(lazy, params)
+    if left := unread():
+        warnings.warn(f"{root} has {some(left)}, of which these params have no leaf: not read", stacklevel=2)
+    return found
 
 
 class Theirs(NamedTuple):
@@ -86,8 +92,9 @@ class Theirs(NamedTuple):
         return whole
 
 
-def _finder(root: Path, name: Name) -> Callable[..., Theirs]:
-    """Returns `(path, layer, shape, suffix="")` -> the tensor. It raises CheckpointError for one that does not fit."""
+def _finder(root: Path, name: Name) -> tuple[Callable[..., Theirs], Callable[[], list[str]]]:
+    """Returns two functions. `(path, layer, shape, suffix="")` -> the tensor, raises CheckpointError for one that does
+    not fit. `()` -> the names that were not asked for, but for those that name a tensor that was: its moments, say."""
     try:
         about = FileSystemReader(root).read_metadata().state_dict_metadata
     except Exception as error:  # a damaged pickle raises whatever its bytes lead to
@@ -100,17 +107,26 @@ def _finder(root: Path, name: Name) -> Callable[..., Theirs]:
         if isinstance(of, TensorStorageMetadata)
     }
 
+    asked: dict[str, tuple[str, int | None]] = {}
+
     def find(path: str, layer: int | None, shape: tuple[int, ...], suffix: str = "") -> Theirs:
-        key = name(path, layer) + suffix
+        key = f"{name(path, layer)}{suffix}"
         if key not in stored:
             raise CheckpointError(
                 f"{root}: {path} should be {key}, which is not there; it holds {', '.join(stored)[:300]}"
             )
         if stored[key].shape != shape:
             raise CheckpointError(f"{root}: {key} has shape {stored[key].shape}, {path} here has {shape}")
+        first, other = asked.setdefault(key, (path, layer))
+        if first == path and other != layer:
+            raise CheckpointError(f"{path} is {key} in layer {other} and in layer {layer}: `name` must tell them apart")
         return stored[key]
 
-    return find
+    def unread() -> list[str]:
+        parts = [key.partition(".")[2] or key for key in asked]  # "model.embed.weight": "optim.embed.weight.exp_avg"
+        return [key for key in stored if key not in asked and not any(part in key for part in parts)]
+
+    return find, unread
 
 
 def _lazy(find: Callable[..., Theirs], path: str, leaf: Any, layered: bool) -> Lazy:
@@ -147,19 +163,20 @@ def save_named(directory: Directory, params: Tree, name: Name) -> None:
 
 def _save(root: Path, content: Callable[[], dict[str, Tensor]], ranks: AllRanks) -> None:
     """Writes what `content()` returns on each rank into `root`, a new folder."""
-    unfinished = root.with_name(f"{root.name}.partial")
     what = f"saving {root}"
 
-    def begin() -> None:
+    def begin() -> Path:
         if root.exists():
             raise CheckpointError("it is there already; name a new folder")
+        return root
 
     def publish() -> None:
         sync_folder(unfinished)
         unfinished.rename(root)
         sync_folder(root.parent)
 
-    ranks.first(begin, what)
+    root = ranks.first(begin, what)  # one folder for all, whatever clock is in a rank's name of it
+    unfinished = root.with_name(f"{root.name}.partial")
     mine = content()
     with owned(unfinished, ranks, what):
         writer = FileSystemWriter(unfinished, overwrite=True)
@@ -190,6 +207,8 @@ def _mine(params: Tree, name: Name, ranks: AllRanks) -> dict[str, Tensor]:
             mine = next(units) % ranks.count == ranks.rank
             for key, leaf in named_leaves(whole_unit(layer)):
                 full = name(join(dotted(accessor), key), None if length is None else layer)
+                if not isinstance(full, str):
+                    raise TypeError(f"save_named: `name` returned {full!r} for {key}: expected a string")
                 if full in seen:
                     raise ValueError(f"save_named: two leaves are called {full!r}; `name` must tell them apart")
                 seen.add(full)
@@ -226,7 +245,7 @@ def load_moments(directory: Directory, state: ShardedState, name: Name) -> Shard
 
     def find_all() -> float:
         """Finds all tensors, and returns the count of steps, which is one."""
-        find = _finder(root, name)
+        find, _ = _finder(root, name)
         steps = dict[float, str]()
         for tree, suffix in ((adam.mu, MEAN), (adam.nu, SQUARE)):
             for handle in handles(tree):

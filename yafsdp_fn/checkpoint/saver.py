@@ -12,6 +12,8 @@ in the memory of the host, is reused by every save.
 
 import os
 import threading
+import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -35,7 +37,7 @@ from yafsdp_fn.util.torch_private import default_group, timeout_of
 
 class Saver:
     """Saves into `directory` as `checkpoint.save` does, one save at a time. Every rank of a state makes it, saves and
-    waits alike.
+    waits alike. Warns of a failure if nobody waits: when it is dropped, or beside an exception that leaves `with`.
 
     >>> with ya.checkpoint.Saver(folder, keep_last=2) as saver:
     ...     saver.save(state, {"position": 17})                # copies the state, and writes beside the next steps
@@ -44,13 +46,16 @@ class Saver:
     """
 
     def __init__(self, directory: Directory, *, keep_last: int | None = None, keep_every: int | None = None) -> None:
-        self._directory = directory
+        self._directory = Path(directory).absolute()  # whatever the working directory is at a save
         self._keep = (keep_last, keep_every)
         self._group: ProcessGroup | None = None  # of the ranks that save, from the first time on
         self._memory: dict[str, Tensor] = {}
-        self._thread: threading.Thread | None = None
+        # of the last save. Not `join`: a thread whose join was interrupted passes for ended from then on
+        self._ended = threading.Event()
+        self._ended.set()
         self._folder: Path | None = None
-        self._error: BaseException | None = None
+        self._errors: list[BaseException] = []  # of the last save, one at most
+        weakref.finalize(self, _warn_of, self._errors)
 
     def save(self, state: ShardedState, extra: Mapping[str, Any] | None = None) -> None:
         """Waits for the previous save, starts to copy `state`, and returns; the next step may take the state.
@@ -63,10 +68,10 @@ class Saver:
         self._memory = copies = {name: self._like(name, part) for name, part in job.parts.items()}
         copied = self._copy(state, [(copies[name], part) for name, part in job.parts.items()])
         job = job._replace(parts=copies)
-        self._thread = threading.Thread(
-            target=self._write, args=(job, copied, state.memory.comms.device), name="yafsdp-save"
-        )
-        self._thread.start()
+        ended = threading.Event()
+        arguments = job, copied, state.memory.comms.device, ended
+        threading.Thread(target=self._write, args=arguments, name="yafsdp-save").start()
+        self._ended = ended
 
     def _meet(self, mesh: DeviceMesh) -> None:
         """Makes the group of this mesh's ranks, unless it exists."""
@@ -112,18 +117,14 @@ class Saver:
     @property
     def busy(self) -> bool:
         """True while this rank still writes; others may differ."""
-        return self._thread is not None and self._thread.is_alive()
+        return not self._ended.is_set()
 
     def wait(self) -> Path | None:
         """Waits for the last save and returns its folder; None before the first. Raises CheckpointError, on every rank
         and once, if it failed on one: earlier checkpoints are unchanged, and the state may be saved again."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error = self._error
-        self._error = None
-        if error is not None:
-            raise error
+        self._ended.wait()
+        if self._errors:
+            raise self._errors.pop()
         return self._folder
 
     def __enter__(self) -> Self:
@@ -132,8 +133,8 @@ class Saver:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if kind is None:
             self.wait()
-        elif self._thread is not None:
-            self._thread.join()
+        self._ended.wait()
+        _warn_of(self._errors)
         self._leave()
 
     def _like(self, name: str, part: Tensor) -> Tensor:
@@ -143,13 +144,21 @@ class Saver:
             return memory
         return torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=part.device.type == "cuda")
 
-    def _write(self, job: io.Job, copied: Work, device: torch.device) -> None:
+    def _write(self, job: io.Job, copied: Work, device: torch.device, ended: threading.Event) -> None:
         """Writes a save on its thread, when the state is copied."""
-        begin_thread(device)
-        with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         try:
+            begin_thread(device)
+            with suppress(AttributeError, OSError):  # on Linux for this thread alone: steps come first
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             copied()
             self._folder = job.write(AllRanks(self._group))
         except BaseException as error:  # raised where the main thread waits
-            self._error = error
+            self._errors.append(error.with_traceback(None))  # its frames hold this saver, which is to be dropped
+        finally:
+            ended.set()
+
+
+def _warn_of(errors: list[BaseException]) -> None:
+    """Warns of a save that failed, and that nobody waits for any more."""
+    for error in errors:
+        warnings.warn(f"the last save failed, and nobody waited for it: {error}", stacklevel=2)

@@ -38,11 +38,16 @@ def tree_layout(tree: Tree) -> tuple[TreeLayout, list[list[Any]]]:
     entries = []
     leaves = []
     next_unit = 0
+    seen = set[str]()
     for accessor, subtree in zip(accessors, subtrees, strict=True):
         entry, entry_leaves = _entry(dotted(accessor), subtree, next_unit)
         next_unit += sum(len(group.units) for group in entry.groups)
         entries.append(entry)
         leaves.append(entry_leaves)
+        for name in itertools.chain.from_iterable(group.layout.names for group in entry.groups):
+            if name in seen:  # checkpoints and `like=` would take one for the other
+                raise ValueError(f"two leaves are called {name}: rename one, such as a key of a dict with a dot in it")
+            seen.add(name)
     return TreeLayout(tuple(entries), container), leaves
 
 

@@ -23,8 +23,9 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
 from tests.train.inside import Run, Runs, fine, flags, inside, killed, lines, rank, text
+from train.config import Optim
 from train.data.rows import Reader
-from train.running import files, saves
+from train.running import files, saves, setup
 from yafsdp_fn import checkpoint
 
 STEPS = 12
@@ -154,6 +155,20 @@ def test_other_content_of_the_same_size_is_noticed_on_resume(runs: Runs, tmp_pat
         assert "ConfigError: --resume: the text is not that of the run" in one.error
 
 
+def test_a_checkpoint_of_another_seed_and_another_held_out_text_are_told(runs: Runs, tmp_path: Path) -> None:
+    heldout = tmp_path / "heldout"
+    heldout.write_text("0123456789abcdef" * 30)
+    evaluated = ("--eval-every", "4", "--data.heldout-files", str(heldout))
+    runs(1, *evaluated, given=(killed, 6))
+    heldout.write_text("fedcba9876543210" * 30)
+    (ended,) = runs.fine(1, *evaluated, "--resume")
+    assert ended.err.count("warning: the held-out text is not what it was") == 1
+    path = runs.path / "config.json"
+    path.write_text(path.read_text().replace('"seed": 0', '"seed": 7'))
+    (refused,) = runs(1, *evaluated, "--resume", "--steps", "20")
+    assert "the checkpoint is of a run of seed 0, the settings have seed 7" in refused.error
+
+
 def test_what_is_refused_changes_no_run(runs: Runs) -> None:
     (fails,) = runs(1, "--sharding.schedule", "nowhere.py:f")
     assert "there is no file nowhere.py" in fails.error
@@ -212,6 +227,9 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(runs: Runs, 
     assert steps(tmp_path) == ALL
     assert skipped(tmp_path) == [6, 7]
     assert lines(tmp_path)[5]["loss"] is None
+    assert len({line["lr"] for line in lines(tmp_path)[5:8]}) == 1, "the optimizer has not counted them"
+    runs.fine(2, "--resume", "--steps", "13")
+    assert lines(tmp_path)[12]["lr"] == pytest.approx(setup.learning_rate(Optim(warmup=2), 13)(10))
     assert ended[0].err.count("warning: step 6: loss nan") == 1 and ended[1].err == ""
 
 
