@@ -287,10 +287,29 @@ class Sweep:
         if order is not None:
             calls = CallGraph.of_step(self.whole, cluster)._replace(message=0.0)
             self.bound = max(self.bound, evaluate(calls, order.rows(self.whole)).seconds)
+            costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
+            forwards = [phases_of_compute(cluster, cost, "fused", forward=True) for cost in costs]
+            self.again = order.microbatches * min(map(seconds_of, forwards), default=0.0)  # of a layer, recomputed
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """Returns the fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
-        found = self._alone() if self.plain.order is None else self._on_stages(self.plain.order, fastest)
+        alone = self.plain.order is None
+        prefetches = PREFETCHES if alone and self.plain.builder != "ddp" else PREFETCHES[:1]  # it gathers nothing
+        found: list[Choice] = []
+        for defer, prefetch in itertools.product((True, False) if self.defers else (False,), prefetches):
+            point = self.plain._replace(prefetch=prefetch, defer=defer)
+            least = self._least_remat(point)
+            if least is None:
+                continue
+            if alone:
+                found.append(self._over_remat(point, least))
+                continue
+            for recomputed in sorted({least, (least + self.layers) // 2, self.layers}):
+                if self.bound + self.again * recomputed < fastest:
+                    choice = self._filled(point, recomputed)
+                    if choice.peak_bytes <= self.budget:
+                        found.append(choice)
+                        fastest = min(fastest, choice.step_s)
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
@@ -301,34 +320,6 @@ class Sweep:
         """Returns the choice without kept layers: as few recomputed ones as fit."""
         least = self._least_remat(self.plain)
         return None if least is None else self._choice(self.plain._replace(remat=least))
-
-    def _alone(self) -> list[Choice]:
-        found: list[Choice] = []
-        prefetches = PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES  # it gathers nothing
-        for defer, prefetch in itertools.product((False, True) if self.defers else (False,), prefetches):
-            point = self.plain._replace(prefetch=prefetch, defer=defer)
-            least = self._least_remat(point)
-            if least is not None:
-                found.append(self._over_remat(point, least))
-        return found
-
-    def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
-        costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
-        forwards = [phases_of_compute(self.cluster, cost, "fused", forward=True) for cost in costs]
-        again = order.microbatches * min(map(seconds_of, forwards), default=0.0)
-        found: list[Choice] = []
-        for defer in (True, False) if self.defers else (False,):
-            point = self.plain._replace(defer=defer)
-            least = self._least_remat(point)
-            if least is None:
-                continue
-            for recomputed in sorted({least, (least + self.layers) // 2, self.layers}):
-                if self.bound + again * recomputed < fastest:
-                    choice = self._filled(point, recomputed)
-                    if choice.peak_bytes <= self.budget:
-                        found.append(choice)
-                        fastest = min(fastest, choice.step_s)
-        return found
 
     def _over_remat(self, point: Point, least: int) -> Choice:
         """Returns the best number of recomputed layers: a coarse sweep, then ever finer steps around the best."""
