@@ -18,7 +18,6 @@ from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.planner.space import (
     Choice,
-    Mesh,
     Order,
     Point,
     alike_on,
@@ -34,7 +33,7 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, remat, zero3
 from yafsdp_fn.timeline.text import shown
-from yafsdp_fn.util.mesh_axes import EXPERT
+from yafsdp_fn.util.mesh_axes import EXPERT, MeshAxes
 
 # For every builder on every mesh it can run on, and every prefetch:
 #
@@ -365,7 +364,7 @@ class Sweep:
         return Choice(point, seconds, alone.compute_s, alone.comm_s, peak)
 
 
-def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
+def _ends(order: Order, trace: Trace, mesh: MeshAxes) -> list[Trace]:
     """Returns the parts of the first stage and the last in a step of few microbatches."""
     if order.name != "gpipe":
         order = order._replace(microbatches=min(order.microbatches, UNDER_WAY * order.stages))
