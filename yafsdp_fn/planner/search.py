@@ -191,7 +191,11 @@ def search(
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
     world = ranks or traces[0].stage_ranks
-    sweeps = [sweep for each in traces for sweep in _sweeps(each, stages, world, total, where, budget)]
+    sweeps = [
+        Sweep(point, of, where, budget)
+        for each in traces
+        for point, of in points(each, sorted({*stages}), world, where, total)
+    ]
     if not sweeps:
         raise ValueError(
             f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {world} ranks; "
@@ -224,33 +228,6 @@ def search(
             alike += [point._replace(order=order) for order in every]
     writing = Synthesis(result.trace, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
-
-
-def _sweeps(
-    trace: Trace, stages: Sequence[int], world: int, total: int, cluster: Cluster, budget: int
-) -> Iterator["Sweep"]:
-    """Yields every builder on every mesh of `world` ranks, for `total` microbatches; the first is zero3 without
-    stages."""
-    alone = _shared(trace, world, total) if 1 in stages else None
-    if alone is not None:
-        for builder, mesh in arrangements(alone, cluster):
-            yield Sweep(Point(builder, mesh), alone, cluster, budget)
-    for point in staged_points(trace, [number for number in stages if number > 1], world, cluster, total):
-        yield Sweep(point, trace, cluster, budget)
-
-
-def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
-    """Returns the step on so many ranks, which share `total` microbatches; None where they cannot."""
-    alike = alike_on(trace)
-    if ranks % alike:
-        return None
-    moved = trace.on((("shard", ranks // alike), *trace.inside))
-    microbatches, left = divmod(total, moved.batch_ranks)
-    if left or not microbatches:
-        return None
-    if (ranks, microbatches) == (trace.stage_ranks, trace.microbatches):
-        return trace
-    return moved._replace(microbatches=microbatches, order=chained_order(trace.visits, microbatches))
 
 
 def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
@@ -373,21 +350,32 @@ def _ends(order: Order, trace: Trace, mesh: MeshAxes) -> list[Trace]:
     return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 
-def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:
+def points(
+    trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int
+) -> Iterator[tuple[Point, Trace]]:
     """Yields a point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches
-    that the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
+    that the ranks of a stage share, and the step that it is of; without stages, one for each builder and mesh, zero3
+    first. Numbers that do not fit the ranks, nodes or microbatches are left out."""
     node = cluster.gpus_per_node
     alike = alike_on(trace)
     shares = total * alike // dict(trace.inside).get(EXPERT, 1)  # ranks that differ on other axes share rows
     for number in numbers:
         width = ranks // number
-        if ranks % number or width % alike or shares % width or (width % node and node % width):
+        if ranks % number or width % alike or shares % width:
             continue
+        microbatches = shares // width
         of_stage = trace.on((("shard", width // alike), *trace.inside))
-        inside = [*arrangements(of_stage, cluster, few=True)]
-        for order in orders(trace, number, shares // width):
-            for builder, mesh in inside:
-                yield Point(builder, (("stage", number), *mesh), order=order)
+        if number == 1:
+            alone = of_stage._replace(microbatches=microbatches, order=chained_order(trace.visits, microbatches))
+            if (ranks, microbatches) == (trace.stage_ranks, trace.microbatches):
+                alone = trace
+            for builder, mesh in arrangements(alone, cluster):
+                yield Point(builder, mesh), alone
+        elif width % node == 0 or node % width == 0:
+            inside = [*arrangements(of_stage, cluster, few=True)]
+            for order in orders(trace, number, microbatches):
+                for builder, mesh in inside:
+                    yield Point(builder, (("stage", number), *mesh), order=order), trace
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:
