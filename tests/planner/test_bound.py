@@ -18,7 +18,7 @@ from tests.schedules.strategies import choices, traces
 from yafsdp_fn.lab import peers
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import Bound, Cluster, Plan, bound, predict_memory, search, simulate
-from yafsdp_fn.planner.search import staged_points
+from yafsdp_fn.planner.search import points
 from yafsdp_fn.planner.space import arrangements
 from yafsdp_fn.program.measured import Cost
 from yafsdp_fn.program.ops import Gather, Update
@@ -141,8 +141,8 @@ def test_below_programs_that_take_as_much_memory(seed: int, formats: bool) -> No
 def test_below_pipelines_that_take_as_much_memory(seed: int) -> None:
     rng = random.Random(seed)
     trace = traced(microbatches=4)
-    points = [*staged_points(trace, [2, 4], 16, SLOW, 64)]
-    point = rng.choice(points)
+    # a point comes with the step that it is of
+    point, _ = rng.choice([*points(trace, [2, 4], 16, SLOW, 64)])
     point = point._replace(
         remat=rng.randrange(CONFIG.layers + 1), kept=rng.randrange(2) if point.builder != "ddp" else 0
     )

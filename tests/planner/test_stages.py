@@ -302,11 +302,11 @@ def test_a_search_over_stages_finds_what_it_says() -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("stages", [2, 4])
 def test_no_order_is_faster_than_its_bound(stages: int) -> None:
-    from yafsdp_fn.planner.search import Sweep, staged_points
+    from yafsdp_fn.planner.search import Sweep, points
 
     trace = traced(microbatches=2)
-    for point in staged_points(trace, (stages,), 16, SLOW, 32):
-        sweep = Sweep(point, trace, SLOW, 1 << 40)
+    for each in points(trace, (stages,), 16, SLOW, 32):
+        sweep = Sweep(*each, SLOW, 1 << 40)
         choice = sweep.best(math.inf)
         assert choice is not None and sweep.bound <= choice.step_s, choice
 

@@ -14,7 +14,7 @@ from tests.harness.unlike import Model, Sizes
 from tests.planner.test_bound import ROUNDING
 from tests.planner.test_search import CONFIG, FAST, SLOW, budgets, needs, traced
 from yafsdp_fn.planner import Cluster, Found, Synthesized, predict_memory, search, simulate
-from yafsdp_fn.planner.search import staged_points
+from yafsdp_fn.planner.search import points
 from yafsdp_fn.planner.simulate import run, tasks
 from yafsdp_fn.planner.space import Order, Point, arrangements
 from yafsdp_fn.planner.stage_config import Changes, Design, StageConfig
@@ -41,8 +41,9 @@ def test_configurations_of_builders_are_their_programs() -> None:
 def test_configurations_of_stages_are_their_programs() -> None:
     """What each stage of a builder's pipeline does is a configuration, too."""
     trace = traced(microbatches=4)
-    for point in staged_points(trace, [2, 4], 16, SLOW, 64):
-        point = point._replace(remat=1, kept=1 if point.builder != "ddp" else 0, defer=point.builder != "ddp")
+    for point, _ in points(trace, [2, 4], 16, SLOW, 64):
+        gathers = point.builder != "ddp"
+        point = point._replace(remat=1, kept=int(gathers), defer=gathers)
         assert point.order is not None
         program = point.program(trace)
         for part in program.by_stage:

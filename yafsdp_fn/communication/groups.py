@@ -35,7 +35,7 @@ from yafsdp_fn.communication.micro_shards import Scratch, micro_shards_of
 from yafsdp_fn.communication.ranks import Axis, Ranks, hierarchical
 from yafsdp_fn.communication.store import new_group
 from yafsdp_fn.communication.streams import Work
-from yafsdp_fn.util.mesh_axes import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, inside_of
+from yafsdp_fn.util.mesh_axes import AXES, NODE, OUTSIDE, REPLICATE, SHARD, STAGE, MeshAxes, inside_of
 from yafsdp_fn.util.torch_private import default_group, serves, timeout_of
 
 EMULATED = "emulated"
@@ -128,7 +128,7 @@ def _axes_inside(mesh: DeviceMesh) -> tuple[str, ...]:
     return inside
 
 
-def mesh_axes(mesh: DeviceMesh) -> tuple[tuple[str, int], ...]:
+def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
     """`(name, size)` of each mesh axis."""
     return tuple(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True))
 

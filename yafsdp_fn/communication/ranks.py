@@ -17,6 +17,7 @@ from yafsdp_fn.util.mesh_axes import (
     REPLICATE,
     SHARD,
     AxisCollective,
+    MeshAxes,
     inside_of,
     round_up,
     subgroups,
@@ -189,7 +190,7 @@ class Ranks:
         return values
 
 
-def absent_ranks(axes: tuple[tuple[str, int], ...], device: torch.device | None = None) -> Ranks:
+def absent_ranks(axes: MeshAxes, device: torch.device | None = None) -> Ranks:
     """Returns the ranks of a mesh of `(name, size)` axes, outermost first, as one stage that holds all units: steps are
     traced whole. Raises ValueError for axes that no mesh here has."""
     sizes = dict(axes)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, cast
 
 from yafsdp_fn import schedules
 from yafsdp_fn.interop.fsdp2 import groups_of, program_of
-from yafsdp_fn.planner.cluster import A100, Cluster, Phase
+from yafsdp_fn.planner.cluster import A100, Cluster, Phases
 from yafsdp_fn.planner.costs import through_memory
 from yafsdp_fn.program.ops import Backward, Buffer, ComputeOp, Gather, Op, Reduce, Uses
 from yafsdp_fn.program.program import Program
@@ -56,7 +56,7 @@ class Copy(NamedTuple):
     def uses(self) -> Uses:
         return list(self.reads), list(self.writes)
 
-    def phases(self, cluster: Cluster) -> tuple[Phase, ...]:
+    def phases(self, cluster: Cluster) -> Phases:
         return through_memory(cluster, self.nbytes)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from yafsdp_fn.communication.formats import WHOLE, Format, Wire
 from yafsdp_fn.communication.ranks import Axis, Ranks
 from yafsdp_fn.params.tree import LayerParam, LeafSplit, Param, Tree
-from yafsdp_fn.util.mesh_axes import ALIGN, INSIDE, padded_numel, round_up
+from yafsdp_fn.util.mesh_axes import ALIGN, INSIDE, MeshAxes, padded_numel, round_up
 
 # ---- Flat layouts: the position of every leaf of a parameter tree in its unit's flat vector.
 #
@@ -161,7 +161,7 @@ class Group:
     stages: tuple[tuple[int, ...], ...] | None = None
     stage: int = 0
     splits: tuple[LeafSplit, ...] = ()
-    axes: tuple[tuple[str, int], ...] = ()
+    axes: MeshAxes = ()
     wire: Wire = WHOLE
     # of an optimizer's state
     encodes: Encodes | None = dataclasses.field(default=None, compare=False)

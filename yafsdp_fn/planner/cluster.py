@@ -39,6 +39,10 @@ class Phase(NamedTuple):
     seconds: float
 
 
+Phases = tuple[Phase, ...]
+"""All of an op, one after the other."""
+
+
 class CollectiveRanks(NamedTuple):
     """The ranks of a collective. ranks: how many; per_node: how many of them share a node."""
 
@@ -139,7 +143,7 @@ class Cluster:
         """Returns the group of `ranks` ranks, every `stride`-th one, from the first rank of a node on."""
         return CollectiveRanks(ranks, max(1, min(ranks, self.gpus_per_node // stride)))
 
-    def ring(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
+    def ring(self, nbytes: float, group: CollectiveRanks) -> Phases:
         """Returns an all-gather or reduce-scatter of a vector of `nbytes`; an all-reduce is two of them."""
         n, k = group
         nodes = math.ceil(n / k)
@@ -151,7 +155,7 @@ class Cluster:
         bandwidth = min(self.node_bandwidth, network * min(1.0, k / self.gpus_per_node))
         return self._phases(latency, sent / bandwidth, "network")
 
-    def all_reduce(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
+    def all_reduce(self, nbytes: float, group: CollectiveRanks) -> Phases:
         """Two rings."""
         return self.ring(nbytes, group) * 2
 
@@ -163,7 +167,7 @@ class Cluster:
             return 0.0
         return self.jitter * statistics.NormalDist().inv_cdf((nodes - 0.375) / (nodes + 0.25))
 
-    def all_to_all(self, nbytes: float, group: CollectiveRanks) -> tuple[Phase, ...]:
+    def all_to_all(self, nbytes: float, group: CollectiveRanks) -> Phases:
         """Returns every rank sends an n-th of its `nbytes` to each other one: what leaves a node does so once per
         rank."""
         n, k = group
@@ -172,14 +176,14 @@ class Cluster:
         outside = sent * self.gpus_per_node / self.network_bandwidth
         return inside + self._phases((n - k) * self.network_latency, outside, "network")
 
-    def message(self, nbytes: float, link: str) -> tuple[Phase, ...]:
+    def message(self, nbytes: float, link: str) -> Phases:
         """Returns the phases of a message from one rank to one of another stage over `link`, "node" or "network", while
         its neighbours do the same."""
         if link == "node":
             return self._phases(self.node_latency, nbytes / self.node_bandwidth, link)
         return self._phases(self.network_latency, nbytes * self.gpus_per_node / self.network_bandwidth, link)
 
-    def _phases(self, latency: float, seconds: float, link: str) -> tuple[Phase, ...]:
+    def _phases(self, latency: float, seconds: float, link: str) -> Phases:
         both = Phase("latency", latency), Phase(link, seconds)
         return tuple(phase for phase in both if phase.seconds > 0)
 

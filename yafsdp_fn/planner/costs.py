@@ -23,7 +23,7 @@ from collections.abc import Iterable
 from typing import Literal, Protocol
 
 from yafsdp_fn.planner.activations import cast_bytes, state_on_host
-from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase
+from yafsdp_fn.planner.cluster import Cluster, CollectiveRanks, Phase, Phases
 from yafsdp_fn.program import ops
 from yafsdp_fn.program.measured import Cost, Moved
 from yafsdp_fn.program.ops import Op, Uses
@@ -50,7 +50,7 @@ class Foreign(Protocol):
     @property
     def stream(self) -> str: ...
     def uses(self) -> Uses: ...
-    def phases(self, cluster: Cluster) -> tuple[Phase, ...]: ...
+    def phases(self, cluster: Cluster) -> Phases: ...
 
 
 class Costs:
@@ -73,7 +73,7 @@ class Costs:
         """Returns the seconds of `op`, alone."""
         return seconds_of(self.phases(op, recompute))
 
-    def phases(self, op: Op | Foreign, recompute: bool = False) -> tuple[Phase, ...]:
+    def phases(self, op: Op | Foreign, recompute: bool = False) -> Phases:
         """Returns the phases of `op`, one after the other. recompute: of a Backward whose graph was not kept."""
         trace = self.trace
         cluster = self.cluster
@@ -133,7 +133,7 @@ class Costs:
                 return cluster.all_to_all(whole, self.shard)
         return op.phases(cluster)
 
-    def _update(self, units: Iterable[UnitSpec]) -> tuple[Phase, ...]:
+    def _update(self, units: Iterable[UnitSpec]) -> Phases:
         trace = self.trace
         cluster = self.cluster
         # on the CPU it is one kernel, whatever those of blocks are
@@ -150,9 +150,7 @@ class Costs:
         waited = copied / cluster.host_bandwidth - seconds_of(updated)
         return (*updated, Phase("host", waited)) if waited > 0 else updated
 
-    def collectives(
-        self, op: ops.Forward | ops.Backward, recompute: bool = False
-    ) -> list[tuple[str, tuple[Phase, ...]]]:
+    def collectives(self, op: ops.Forward | ops.Backward, recompute: bool = False) -> list[tuple[str, Phases]]:
         """Returns the collectives of a compute, of its visit and of the loss after it, in their order: names, and
         phases alone."""
         trace = self.trace
@@ -170,7 +168,7 @@ class Costs:
         for name, size in reversed(trace.mesh):  # neighbours first
             groups[name] = cluster.group(size, stride)
             stride *= size
-        found: list[tuple[str, tuple[Phase, ...]]] = []
+        found: list[tuple[str, Phases]] = []
         for axis, kind, nbytes in calls:
             group = groups[axis]
             match kind:
@@ -187,7 +185,7 @@ class Costs:
             found.append((f"{kind} {axis}", each))
         return found
 
-    def _collectives(self, op: ops.Forward | ops.Backward, recompute: bool) -> tuple[Phase, ...]:
+    def _collectives(self, op: ops.Forward | ops.Backward, recompute: bool) -> Phases:
         """Returns the phases of the collectives of a compute. They block its stream one by one: what they take of each
         resource together is all that a simulation needs."""
         found: dict[str, float] = {}
@@ -196,22 +194,22 @@ class Costs:
                 found[resource] = found.get(resource, 0.0) + seconds
         return tuple(Phase(*each) for each in found.items())
 
-    def _rings(self, vectors: Iterable[tuple[int, CollectiveRanks]]) -> tuple[Phase, ...]:
+    def _rings(self, vectors: Iterable[tuple[int, CollectiveRanks]]) -> Phases:
         """Returns the phases of vectors of so many bytes, each over a group: those of one group travel together."""
         nbytes: Counter[CollectiveRanks] = Counter()
         for each, group in vectors:
             nbytes[group] += each
-        found: tuple[Phase, ...] = ()
+        found: Phases = ()
         for group, whole in nbytes.items():
             found += self.cluster.ring(whole, group)
         return found
 
-    def _exchange(self, unit: UnitSpec) -> tuple[Phase, ...]:
+    def _exchange(self, unit: UnitSpec) -> Phases:
         """Returns the phases of a unit's reduction with sums in a wider dtype than the wire's."""
         cluster = self.cluster
         local = self.trace.local_ranks_of(unit)
         nodes = self.trace.ranks_of(unit) // local
-        through: tuple[Phase, ...] = ()
+        through: Phases = ()
         if unit.reduced_as is not None:  # encoded, and decoded
             through = through_memory(cluster, unit.reduce_bytes + 2 * unit.reduce_wire, 2 * unit.numel)
         if nodes == 1 or local == 1:
@@ -220,7 +218,7 @@ class Costs:
         outside = cluster.all_to_all(unit.reduce_wire / local, CollectiveRanks(nodes, 1))
         return inside * nodes + outside + through
 
-    def _all_reduce(self, unit: UnitSpec) -> tuple[Phase, ...]:
+    def _all_reduce(self, unit: UnitSpec) -> Phases:
         ranks = self.trace.ranks_of(unit)
         if not unit.sum_bytes:
             return self.cluster.all_reduce(unit.reduce_bytes / ranks, self.replicate)
@@ -336,7 +334,7 @@ def by_ops(trace: Trace, policy: Literal["op", "selective", "checkpoint"], every
     return trace._replace(visits=tuple(visits))
 
 
-def through_memory(cluster: Cluster, nbytes: float, encoded: int = 0) -> tuple[Phase, ...]:
+def through_memory(cluster: Cluster, nbytes: float, encoded: int = 0) -> Phases:
     """So many bytes read or written. encoded: elements among them that are encoded or decoded"""
     seconds = nbytes / cluster.memory_bandwidth + encoded * cluster.format_seconds
     return (Phase("memory", seconds),) if nbytes else ()
@@ -344,7 +342,7 @@ def through_memory(cluster: Cluster, nbytes: float, encoded: int = 0) -> tuple[P
 
 def phases_of_compute(
     cluster: Cluster, cost: Cost, kernels: str, *, forward: bool = False, backward: bool = False
-) -> tuple[Phase, ...]:
+) -> Phases:
     """Returns the phases of a visit's forward, of its backward, or of both together. kernels: as `Trace.kernels`"""
     matmul = cost.flops * forward + cost.bwd_flops * backward
     attention = cost.attention_flops * forward + cost.bwd_attention_flops * backward

@@ -15,7 +15,7 @@ from yafsdp_fn.program.text import in_notebook
 from yafsdp_fn.program.trace import Trace, shortened
 from yafsdp_fn.timeline.text import shown
 from yafsdp_fn.timeline.timeline import Timeline
-from yafsdp_fn.util.mesh_axes import CONTEXT, check_inside, mesh_sizes
+from yafsdp_fn.util.mesh_axes import CONTEXT, MeshAxes, check_inside, mesh_sizes
 from yafsdp_fn.util.words import counted
 
 PARTS = ("compute", "communication", "overhead")
@@ -184,9 +184,7 @@ def read_by(trace: Trace) -> int:
     return trace.batch_ranks * dict(trace.inside).get(CONTEXT, 1)
 
 
-def axes(
-    ranks: int, replicate: int | None = None, local: int | None = None, **inside: int
-) -> tuple[tuple[str, int], ...]:
+def axes(ranks: int, replicate: int | None = None, local: int | None = None, **inside: int) -> MeshAxes:
     """Returns `Trace.mesh` of what `ya.mesh(replicate=replicate, local=local, tensor=...)` makes of so many ranks."""
     if type(ranks) is not int or ranks < 1:
         raise ValueError(f"ranks={ranks!r}: expected the number of GPUs, 1 or more")

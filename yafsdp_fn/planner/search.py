@@ -18,7 +18,6 @@ from yafsdp_fn.planner.plan import DoesNotFit
 from yafsdp_fn.planner.simulate import run, tasks, work
 from yafsdp_fn.planner.space import (
     Choice,
-    Mesh,
     Order,
     Point,
     alike_on,
@@ -34,7 +33,7 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, remat, zero3
 from yafsdp_fn.timeline.text import shown
-from yafsdp_fn.util.mesh_axes import EXPERT
+from yafsdp_fn.util.mesh_axes import EXPERT, MeshAxes
 
 # For every builder on every mesh it can run on, and every prefetch:
 #
@@ -192,7 +191,11 @@ def search(
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
     world = ranks or traces[0].stage_ranks
-    sweeps = [sweep for each in traces for sweep in _sweeps(each, stages, world, total, where, budget)]
+    sweeps = [
+        Sweep(point, of, where, budget)
+        for each in traces
+        for point, of in points(each, sorted({*stages}), world, where, total)
+    ]
     if not sweeps:
         raise ValueError(
             f"search(stages={tuple(stages)}): {total} microbatches cannot be shared out to {world} ranks; "
@@ -225,33 +228,6 @@ def search(
             alike += [point._replace(order=order) for order in every]
     writing = Synthesis(result.trace, alike, where, budget, seed)
     return dataclasses.replace(result, synthesized=writing.run(moves, seconds=synthesize, report=report))
-
-
-def _sweeps(
-    trace: Trace, stages: Sequence[int], world: int, total: int, cluster: Cluster, budget: int
-) -> Iterator["Sweep"]:
-    """Yields every builder on every mesh of `world` ranks, for `total` microbatches; the first is zero3 without
-    stages."""
-    alone = _shared(trace, world, total) if 1 in stages else None
-    if alone is not None:
-        for builder, mesh in arrangements(alone, cluster):
-            yield Sweep(Point(builder, mesh), alone, cluster, budget)
-    for point in staged_points(trace, [number for number in stages if number > 1], world, cluster, total):
-        yield Sweep(point, trace, cluster, budget)
-
-
-def _shared(trace: Trace, ranks: int, total: int) -> Trace | None:
-    """Returns the step on so many ranks, which share `total` microbatches; None where they cannot."""
-    alike = alike_on(trace)
-    if ranks % alike:
-        return None
-    moved = trace.on((("shard", ranks // alike), *trace.inside))
-    microbatches, left = divmod(total, moved.batch_ranks)
-    if left or not microbatches:
-        return None
-    if (ranks, microbatches) == (trace.stage_ranks, trace.microbatches):
-        return trace
-    return moved._replace(microbatches=microbatches, order=chained_order(trace.visits, microbatches))
 
 
 def min_ckpt_layers(trace: Trace, budget: int, factory: Callable[..., Schedule] = zero3) -> int | None:
@@ -287,10 +263,29 @@ class Sweep:
         if order is not None:
             calls = CallGraph.of_step(self.whole, cluster)._replace(message=0.0)
             self.bound = max(self.bound, evaluate(calls, order.rows(self.whole)).seconds)
+            costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
+            forwards = [phases_of_compute(cluster, cost, "fused", forward=True) for cost in costs]
+            self.again = order.microbatches * min(map(seconds_of, forwards), default=0.0)  # of a layer, recomputed
 
     def best(self, fastest: float = math.inf) -> Choice | None:
         """Returns the fastest that fits, None where nothing does; on stages, or none is faster than `fastest`."""
-        found = self._alone() if self.plain.order is None else self._on_stages(self.plain.order, fastest)
+        alone = self.plain.order is None
+        prefetches = PREFETCHES if alone and self.plain.builder != "ddp" else PREFETCHES[:1]  # it gathers nothing
+        found: list[Choice] = []
+        for defer, prefetch in itertools.product((True, False) if self.defers else (False,), prefetches):
+            point = self.plain._replace(prefetch=prefetch, defer=defer)
+            least = self._least_remat(point)
+            if least is None:
+                continue
+            if alone:
+                found.append(self._over_remat(point, least))
+                continue
+            for recomputed in sorted({least, (least + self.layers) // 2, self.layers}):
+                if self.bound + self.again * recomputed < fastest:
+                    choice = self._filled(point, recomputed)
+                    if choice.peak_bytes <= self.budget:
+                        found.append(choice)
+                        fastest = min(fastest, choice.step_s)
         return min(found, key=by_seconds, default=None)
 
     def least(self) -> footprint.Memory:
@@ -301,34 +296,6 @@ class Sweep:
         """Returns the choice without kept layers: as few recomputed ones as fit."""
         least = self._least_remat(self.plain)
         return None if least is None else self._choice(self.plain._replace(remat=least))
-
-    def _alone(self) -> list[Choice]:
-        found: list[Choice] = []
-        prefetches = PREFETCHES[:1] if self.plain.builder == "ddp" else PREFETCHES  # it gathers nothing
-        for defer, prefetch in itertools.product((False, True) if self.defers else (False,), prefetches):
-            point = self.plain._replace(prefetch=prefetch, defer=defer)
-            least = self._least_remat(point)
-            if least is not None:
-                found.append(self._over_remat(point, least))
-        return found
-
-    def _on_stages(self, order: Order, fastest: float) -> list[Choice]:
-        costs = [self.whole.visits[visit].cost for visit in remat.layer_visits(self.whole)]
-        forwards = [phases_of_compute(self.cluster, cost, "fused", forward=True) for cost in costs]
-        again = order.microbatches * min(map(seconds_of, forwards), default=0.0)
-        found: list[Choice] = []
-        for defer in (True, False) if self.defers else (False,):
-            point = self.plain._replace(defer=defer)
-            least = self._least_remat(point)
-            if least is None:
-                continue
-            for recomputed in sorted({least, (least + self.layers) // 2, self.layers}):
-                if self.bound + again * recomputed < fastest:
-                    choice = self._filled(point, recomputed)
-                    if choice.peak_bytes <= self.budget:
-                        found.append(choice)
-                        fastest = min(fastest, choice.step_s)
-        return found
 
     def _over_remat(self, point: Point, least: int) -> Choice:
         """Returns the best number of recomputed layers: a coarse sweep, then ever finer steps around the best."""
@@ -374,7 +341,7 @@ class Sweep:
         return Choice(point, seconds, alone.compute_s, alone.comm_s, peak)
 
 
-def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
+def _ends(order: Order, trace: Trace, mesh: MeshAxes) -> list[Trace]:
     """Returns the parts of the first stage and the last in a step of few microbatches."""
     if order.name != "gpipe":
         order = order._replace(microbatches=min(order.microbatches, UNDER_WAY * order.stages))
@@ -383,21 +350,32 @@ def _ends(order: Order, trace: Trace, mesh: Mesh) -> list[Trace]:
     return [stage_trace(whole, stage, rows[stage]) for stage in (0, order.stages - 1)]
 
 
-def staged_points(trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int) -> Iterator[Point]:
+def points(
+    trace: Trace, numbers: Sequence[int], ranks: int, cluster: Cluster, total: int
+) -> Iterator[tuple[Point, Trace]]:
     """Yields a point for each of `numbers` of stages, order and mesh, on `ranks` ranks in all, for `total` microbatches
-    that the ranks of a stage share. Numbers that do not fit the ranks, nodes or microbatches are left out."""
+    that the ranks of a stage share, and the step that it is of; without stages, one for each builder and mesh, zero3
+    first. Numbers that do not fit the ranks, nodes or microbatches are left out."""
     node = cluster.gpus_per_node
     alike = alike_on(trace)
     shares = total * alike // dict(trace.inside).get(EXPERT, 1)  # ranks that differ on other axes share rows
     for number in numbers:
         width = ranks // number
-        if ranks % number or width % alike or shares % width or (width % node and node % width):
+        if ranks % number or width % alike or shares % width:
             continue
+        microbatches = shares // width
         of_stage = trace.on((("shard", width // alike), *trace.inside))
-        inside = [*arrangements(of_stage, cluster, few=True)]
-        for order in orders(trace, number, shares // width):
-            for builder, mesh in inside:
-                yield Point(builder, (("stage", number), *mesh), order=order)
+        if number == 1:
+            alone = of_stage._replace(microbatches=microbatches, order=chained_order(trace.visits, microbatches))
+            if (ranks, microbatches) == (trace.stage_ranks, trace.microbatches):
+                alone = trace
+            for builder, mesh in arrangements(alone, cluster):
+                yield Point(builder, mesh), alone
+        elif width % node == 0 or node % width == 0:
+            inside = [*arrangements(of_stage, cluster, few=True)]
+            for order in orders(trace, number, microbatches):
+                for builder, mesh in inside:
+                    yield Point(builder, (("stage", number), *mesh), order=order), trace
 
 
 def orders(trace: Trace, stages: int, microbatches: int) -> Iterator[Order]:

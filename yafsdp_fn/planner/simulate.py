@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from yafsdp_fn.communication.streams import Scoreboard
-from yafsdp_fn.planner.cluster import Cluster, Phase
+from yafsdp_fn.planner.cluster import Cluster, Phases
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
 from yafsdp_fn.program.events import EventTime, Rate, play
@@ -50,7 +50,7 @@ class OpTask(NamedTuple):
     op: Op | Foreign
     stream: str
     waits: tuple[int, ...]
-    phases: tuple[Phase, ...]
+    phases: Phases
     stage: int = 0
     partner: int | None = None
     calls: Calls = ()
@@ -107,7 +107,7 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster) -> lis
     on_host: list[int] = []  # the last compute, where the host does it
 
     @functools.cache
-    def of_compute(op: ComputeOp, recompute: bool) -> tuple[tuple[Phase, ...], Calls]:
+    def of_compute(op: ComputeOp, recompute: bool) -> tuple[Phases, Calls]:
         each = costs.collectives(op, recompute)
         return costs.phases(op, recompute), tuple((name, seconds_of(of_one)) for name, of_one in each)
 

@@ -25,7 +25,7 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 from yafsdp_fn.timeline.text import shown
-from yafsdp_fn.util.mesh_axes import inside_of
+from yafsdp_fn.util.mesh_axes import MeshAxes, inside_of
 from yafsdp_fn.util.words import counted
 
 # ---- The space that `search` looks through: builders, the meshes they run on, and their options.
@@ -34,8 +34,6 @@ from yafsdp_fn.util.words import counted
 #
 # interleaved(zero3(resident=10, defer=True)) on ya.mesh(stage=8, replicate=4), 32 microbatches
 # order       inside of each stage                      mesh
-
-Mesh = tuple[tuple[str, int], ...]
 
 
 class Order(NamedTuple):
@@ -51,7 +49,7 @@ class Order(NamedTuple):
         shape: Shape = "v" if self.name in orders.V_SHAPED else "loop"
         return assign(trace, self.stages, per_stage=self.per_stage, shape=shape)
 
-    def whole(self, trace: Trace, mesh: Mesh) -> Trace:
+    def whole(self, trace: Trace, mesh: MeshAxes) -> Trace:
         """Returns the step of `trace` in these microbatches, cut, on `mesh`, whose axis `stage` is the outermost."""
         moved = trace.on(mesh)
         order = chained_order(trace.visits, self.microbatches)
@@ -71,7 +69,7 @@ class Point(NamedTuple):
     """
 
     builder: str
-    mesh: Mesh
+    mesh: MeshAxes
     remat: int = 0
     kept: int = 0
     prefetch: int = 1
@@ -132,7 +130,7 @@ class Point(NamedTuple):
         return f"{self.order.name}({call}){on}, {counted(self.order.microbatches, 'microbatch')}{segments}"
 
 
-def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterator[tuple[str, Mesh]]:
+def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterator[tuple[str, MeshAxes]]:
     """Builders and the meshes of as many ranks as `trace` has that they can run on.
 
     Shard groups fill whole nodes, or divide one: rings of ranks from part of each of several nodes share network cards.
@@ -146,7 +144,7 @@ def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterat
     # ranks that sum themselves exchange everything: inside the node first
     by_node = nested and any(unit.sum_bytes for unit in trace.units)
 
-    def cut(size: int, by_node: bool) -> Mesh:
+    def cut(size: int, by_node: bool) -> MeshAxes:
         if by_node:
             return (("node", size // node), ("local", node // alike), *trace.inside)
         return (("shard", size // alike), *trace.inside)

@@ -23,7 +23,7 @@ from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.tracing.gpu_allocations import GpuAllocations
 from yafsdp_fn.tracing.optimizer_memory import with_optimizer
 from yafsdp_fn.tracing.tracer import trace_abstract
-from yafsdp_fn.util.mesh_axes import SHARD
+from yafsdp_fn.util.mesh_axes import SHARD, MeshAxes
 from yafsdp_fn.util.torch_private import without_driver
 
 
@@ -70,7 +70,7 @@ def trace(
     return with_optimizer(step.programs.complete(found, placement), tx, skip_nonfinite, placement)
 
 
-def _axes(ranks: int, mesh: Sequence[tuple[str, int]] | None) -> tuple[tuple[str, int], ...]:
+def _axes(ranks: int, mesh: Sequence[tuple[str, int]] | None) -> MeshAxes:
     if mesh is None:
         return ((SHARD, ranks),)
     if ranks != 1 or isinstance(mesh, int):

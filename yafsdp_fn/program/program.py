@@ -14,7 +14,7 @@ from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import ComputeOp, Exchange, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
 from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, closing, elsewhere
-from yafsdp_fn.util.mesh_axes import OUTSIDE, padded_numel, round_up, subgroups
+from yafsdp_fn.util.mesh_axes import OUTSIDE, MeshAxes, padded_numel, round_up, subgroups
 from yafsdp_fn.util.owners import Leaf, assign
 
 # ---- What the optimizer's exchanges move, from leaves as they were measured.
@@ -34,7 +34,7 @@ def _away(
     lent: tuple[Lent, ...],
     cut: tuple[tuple[int, int, tuple[str, ...]], ...],
     ranks: int,
-    axes: tuple[tuple[str, int], ...],
+    axes: MeshAxes,
 ) -> dict[int, int]:
     """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack.
 

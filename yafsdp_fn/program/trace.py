@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from yafsdp_fn.program.measured import Cost, OptimizerMemory
 from yafsdp_fn.program.ops import ComputeOp, MessageOp, kind_of, weight_slots
 from yafsdp_fn.program.split import Kind, Message, Natural, Positive, Split
-from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, inside_of, padded_numel
+from yafsdp_fn.util.mesh_axes import ALIGN, EXPERT, AxisCollective, MeshAxes, inside_of, padded_numel
 from yafsdp_fn.util.schema import Limits
 
 # ---- What a loss function does with its units: the visits, in order. A schedule is built from this and nothing else.
@@ -234,7 +234,7 @@ class Trace(NamedTuple):
         return self.ranks // math.prod(dict(self.mesh)[name] for name in unit.over)
 
     @property
-    def inside(self) -> tuple[tuple[str, int], ...]:
+    def inside(self) -> MeshAxes:
         """The axes inside blocks with their sizes, outermost first."""
         names = inside_of([name for name, _ in self.mesh])
         return tuple((name, size) for name, size in self.mesh if name in names)
@@ -275,7 +275,7 @@ class Trace(NamedTuple):
 
     # ---- on another mesh
 
-    def on(self, mesh: tuple[tuple[str, int], ...]) -> "Trace":
+    def on(self, mesh: MeshAxes) -> "Trace":
         """This step on another mesh, `(axis name, size)` pairs: only the padding of units changes.
 
         The batch stays that of one rank. Axes inside blocks stay: what a rank computes depends on them.

@@ -28,7 +28,7 @@ from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.protocols import movable
 from yafsdp_fn.tracing.attention import AttentionRule
 from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, measure, noting
-from yafsdp_fn.util.mesh_axes import AxisCollective
+from yafsdp_fn.util.mesh_axes import AxisCollective, MeshAxes
 from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces, not_compiled
 
@@ -379,7 +379,7 @@ def traced(
 def trace_abstract(
     fun: Callable[[Tree, Tree], Any],
     layout: TreeLayout,
-    axes: tuple[tuple[str, int], ...],
+    axes: MeshAxes,
     precision: Precision,
     batch: Tree,
     microbatches: int,

@@ -28,6 +28,9 @@ ALIGN = 8
 """Elements. 16 bytes in bf16, the narrowest dtype gathered: every view is aligned for vector loads."""
 
 
+MeshAxes = tuple[tuple[str, int], ...]
+"""`(name, size)` of each axis of a mesh, or of some of them, outermost first."""
+
 MOST_RANKS = 2**17
 """The most ranks of a mesh: more GPUs than anybody trains on."""
 
