@@ -114,7 +114,7 @@ def prepare(
         ) from error
     if content.deeper_than(content.DEEPEST - 1, json.loads(text)):  # the manifest is one level more
         raise TypeError(f"extra: it is nested deeper than {content.DEEPEST - 1} levels")
-    for accessor in optree.tree_accessors(dict(kept), none_is_leaf=True):
+    for accessor in optree.tree_accessors(kept, none_is_leaf=True):
         for key in (entry.entry for entry in accessor if issubclass(entry.type, dict)):
             if not isinstance(key, str):
                 raise TypeError(f"extra: the key {key!r} would come back as text; expected keys that are strings")
