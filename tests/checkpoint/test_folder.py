@@ -33,7 +33,7 @@ def test_publishing_makes_it_the_latest_and_keeps_the_newest(tmp_path: Path) -> 
     assert [path.name for path in folder.candidates(root, None)] == ["step-00000100", "step-00000010"]
     assert folder.candidates(root, 10) == [root / "step-00000010"]
     folder.prepare(root, 20)
-    assert steps(root) == [10, 100], "complete ones"
+    assert steps(root) == [10, 100]  # complete ones
 
 
 def test_loading_without_a_state_says_what_to_give(tmp_path: Path) -> None:
