@@ -134,3 +134,7 @@ def test_what_is_not_sharded_is_refused() -> None:
     for tree, has in (({"w": torch.zeros(2)}, "one with a Tensor"), ({}, "nothing")):
         with pytest.raises(TypeError, match=f"expected a sharded tree such as state.params, got {has}"):
             next(iter(ya.named_weights(tree)))
+    with pytest.raises(
+        TypeError, match=r"dtype=torch\.int8\): expected a dtype, such as torch\.bfloat16, of floating point"
+    ):
+        next(iter(ya.named_weights({}, dtype=torch.int8)))

@@ -22,20 +22,26 @@ from yafsdp_fn.checkpoint import folder, tensors
 from yafsdp_fn.checkpoint.io import Job
 
 
-@on_ranks(1, 2, 3)
-def test_what_is_saved_is_the_state_of_that_moment(mesh: Any, tmp_path: Path) -> None:
-    """The thread may not write before the state that it was given has been stepped, twice, in place."""
-    state = stepped(fresh(mesh, seed=4), 1)
-    step = ya.train_step(loss, TX)
-    gate, write = threading.Event(), Job.write
-    expected = []
+def writes_after(gate: threading.Event, patch: pytest.MonkeyPatch) -> None:
+    """Saves write when the gate opens."""
+    write = Job.write
 
     def late(job: Job, ranks: Any) -> Path:
         gate.wait()
         return write(job, ranks)
 
+    patch.setattr(Job, "write", late)
+
+
+@on_ranks(1, 2, 3)
+def test_what_is_saved_is_the_state_of_that_moment(mesh: Any, tmp_path: Path) -> None:
+    """The thread may not write before the state that it was given has been stepped, twice, in place."""
+    state = stepped(fresh(mesh, seed=4), 1)
+    step = ya.train_step(loss, TX)
+    gate = threading.Event()
+    expected = []
     with pytest.MonkeyPatch.context() as patch, checkpoint.Saver(tmp_path, keep_last=2) as saver:
-        patch.setattr(Job, "write", late)
+        writes_after(gate, patch)
         assert saver.wait() is None
         for _ in range(2):
             expected.append(whole(state))
@@ -127,16 +133,11 @@ def test_a_failure_that_nobody_waits_for_is_told(mesh: Any, tmp_path: Path, how:
 
 @on_ranks(1)
 def test_a_save_is_waited_for_again_after_an_interrupt_and_goes_where_it_began(mesh: Any, tmp_path: Path) -> None:
-    gate, write = threading.Event(), Job.write
-
-    def late(job: Job, ranks: Any) -> Path:
-        gate.wait()
-        return write(job, ranks)
-
+    gate = threading.Event()
     then = signal.signal(signal.SIGUSR1, signal.default_int_handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
-        patch.setattr(Job, "write", late)
+        writes_after(gate, patch)
         with checkpoint.Saver("runs") as saver:
             saver.save(fresh(mesh))
             patch.chdir("/")

@@ -811,8 +811,14 @@ def test_params_of_another_model_are_refused() -> None:
 def test_load_into_another_module_is_refused() -> None:
     params, model = functional()
     plain = ya.materialize(params)
+    quantized = made()
+    quantized.layers[1].up.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
     for module, text in (
         (made(width=9), r"layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"),
+        (
+            quantized,
+            r"layers\.1\.up\.weight, of shape \(8, 8\), is there of shape \(8, 8\) and torch.int8; expected one of",
+        ),
         (made(count=4), "layers.3.down.bias is in the module alone; give the module"),
         (made(count=2), "layers.2.down.bias is in these params alone"),
         (nn.Linear(2, 2), "bias is in the module alone"),

@@ -198,9 +198,11 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
     """clm -> adapters -> a directory -> all weights -> a sample: each begins with the weights of the one before."""
     more = ("--optim.learning-rate", "0.01", "--data.seq-len", str(3 * WINDOW), "--steps", "3", "--eval-every", "0")
     adapters = ("--lora.rank", "2", "--lora.where", "q_proj.weight", "down_proj.weight", "--lora.stored", "int8")
-    adapters = (*adapters, "--sharding.compute", "bfloat16")
+    adapters = (*adapters, "--sharding.compute", "bfloat16", "--seed", "3")
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", *adapters)))
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", "--resume", "--steps", "5")))
+    manifest = base / "runs" / "c" / "checkpoints" / "step-00000005" / "manifest.json"
+    assert json.loads(manifest.read_text())["seed"] == 3  # adapters are drawn by it
     pools[2].run(exported, base / "runs" / "c", tmp_path / "hf")
     with pytest.raises(ConfigError, match=r"is the folder of a run: the model's config\.json would replace that of"):
         exported(None, base / "runs" / "c", base / "runs" / "c")

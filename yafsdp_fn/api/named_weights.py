@@ -42,8 +42,8 @@ def named_weights(tree: Tree, *, dtype: torch.dtype | None = None) -> Iterator[t
     >>> [(name, tuple(weight.shape)) for name, weight in ya.named_weights(state.params)][:4]
     [('embed.table', (16, 8)), ('head.out', (16, 8)), ('layers.0.down', (8, 32)), ('layers.0.up', (32, 8))]
     """
-    if not isinstance(dtype, torch.dtype | None):
-        raise TypeError(f"named_weights(dtype={dtype!r}): expected a dtype, such as torch.bfloat16")
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise TypeError(f"named_weights(dtype={dtype!r}): expected a dtype, such as torch.bfloat16, of floating point")
     handles, comms = _handles(tree)
     must_be_one("named_weights", handles)
     for handle in handles:

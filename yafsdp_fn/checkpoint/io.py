@@ -105,15 +105,16 @@ def prepare(
     for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
         if value is not None and (type(value) is not int or value < 1):
             raise ValueError(f"{name} is {value!r}: expected a positive number, or None")
+    kept: Any = extra or {}
     try:
-        text = json.dumps(dict(extra or {}))
+        text = json.dumps(dict(kept))
     except (TypeError, ValueError, RecursionError) as error:
         raise TypeError(
             f"extra: expected what JSON can hold: {error}; of a tensor or an array its .tolist()"
         ) from error
     if content.deeper_than(content.DEEPEST - 1, json.loads(text)):  # the manifest is one level more
         raise TypeError(f"extra: it is nested deeper than {content.DEEPEST - 1} levels")
-    for accessor in optree.tree_accessors(dict(extra or {}), none_is_leaf=True):
+    for accessor in optree.tree_accessors(kept, none_is_leaf=True):
         for key in (entry.entry for entry in accessor if issubclass(entry.type, dict)):
             if not isinstance(key, str):
                 raise TypeError(f"extra: the key {key!r} would come back as text; expected keys that are strings")

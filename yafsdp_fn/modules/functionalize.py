@@ -431,9 +431,10 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
         for key, leaf in leaves.items():
             name, whole = join(prefix, key), leaf.merged() if is_low_rank(leaf) else leaf
             there = target[name]
-            if there.shape != whole.shape:
+            if there.shape != whole.shape or not there.is_floating_point():
                 raise ValueError(
-                    f"load_into: {name}, of shape {tuple(whole.shape)}, is there of shape {tuple(there.shape)}"
+                    f"load_into: {name}, of shape {tuple(whole.shape)}, is there of shape {tuple(there.shape)} and "
+                    f"{there.dtype}; expected one of floating point, of the same shape"
                 )
             there.copy_(whole)
 
