@@ -48,8 +48,7 @@ class CallGraph(NamedTuple):
     @staticmethod
     def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "CallGraph":
         """Returns the calls of a step that is cut, with memory in bytes. recomputed: visits"""
-        split = trace.split
-        assert split is not None
+        split = trace.cut
         seconds = Costs(trace, cluster).seconds
 
         def kept(visit: int) -> int:
