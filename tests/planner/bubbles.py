@@ -19,8 +19,8 @@ from typing import NamedTuple, get_type_hints
 from tests.planner.pipelines import NO_LINKS, chain
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner import Cluster, simulate
-from yafsdp_fn.planner.orders import CallGraph, Rows, Search, evaluate
-from yafsdp_fn.program.split import Call, Flow, Split
+from yafsdp_fn.planner.orders import CallGraph, Search, evaluate
+from yafsdp_fn.program.split import Call, CallRows, Flow, Split
 from yafsdp_fn.schedules import Program, Trace, staged, verify, zero1
 
 TABLE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "published_bubbles.csv"
@@ -153,7 +153,7 @@ class Unawaited(CallGraph):
         return None if call in self.some else super().source(call)
 
 
-def bubble(calls: CallGraph, rows: Rows, unawaited: Sequence[Call] = ()) -> float:
+def bubble(calls: CallGraph, rows: CallRows, unawaited: Sequence[Call] = ()) -> float:
     """The bubble of an order. unawaited: calls that begin without the message from another segment"""
     given = Unawaited(*calls)
     given.some = frozenset(unawaited)

@@ -123,12 +123,11 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     """Returns `program` with the gathers of `actions`, the row that its order was made of, with their reductions, or
     both."""
     trace = program.trace
-    assert trace.split is not None
     slots = _slots(trace, actions) if gathers else {}
     replaced = (Gather, Stash) * gathers + (Reduce, AllReduce) * reductions
     before, *after = _listed(trace, actions, slots, reductions)
     ops: list[Op] = before
-    for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.split):
+    for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.cut):
         if isinstance(op, replaced):
             continue
         if isinstance(op, ComputeOp):
@@ -151,8 +150,8 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
     added: set[int] = set()  # units with a gradient that is not reduced
     last: dict[int, Action] = {}  # segment -> the call that has added to its gradient last, and is not reduced
     left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
-    assert trace.split is not None and trace.stage is not None
-    own = trace.split.of(trace.stage)
+    assert trace.stage is not None
+    own = trace.cut.of(trace.stage)
     ops: list[Op] = []
     for action, segments in _there(actions):
         visits = [trace.visits[number] for number in _visits(trace, action.segment)]
@@ -235,9 +234,7 @@ def units_of(trace: Trace, segment: int) -> tuple[int, ...]:
 
 
 def _visits(trace: Trace, segment: int) -> range:
-    split: Split | None = trace.split
-    assert split is not None
-    return split.visits(segment)
+    return trace.cut.visits(segment)
 
 
 # ---- A schedule from rows.

@@ -1,14 +1,14 @@
 """Messages between stages, and the carry slots that they fill."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
 from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import ComputeOp, MessageOp, Op, Receive, Send, kind_of
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call, Message, Split
+from yafsdp_fn.program.split import Call, CallRows, Message, Split
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.stages import in_words
 
@@ -106,16 +106,16 @@ def times(split: Split, lists: Sequence[Sequence[Item]], pace: Pace) -> PlayedTi
 # ---- lists with messages
 
 
-def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNIT) -> list[list[Item]]:
+def with_messages(split: Split, rows: CallRows, pace: Pace = UNIT) -> list[list[Item]]:
     """Returns `rows`, which must be sound, with the messages of each stage, in the order in which they are made at this
     pace. Raises Refused, rule `deadlock`, where calls wait for each other."""
-    begins, _, made = times(split, rows, pace)
-    _all_begin(split, rows, begins, made)
+    played = times(split, rows, pace)
+    _all_begin(split, rows, played)
     out: list[list[Item]] = []
     for stage, row in enumerate(rows):
         # calls by their ends, a receive by when its message is made; what stages do at one time is in their order
         timed: list[tuple[tuple[float, int, int, int], Item]] = []
-        for at, (call, begin) in enumerate(zip(row, begins[stage], strict=True)):
+        for at, (call, begin) in enumerate(zip(row, played.begins[stage], strict=True)):
             end = begin + pace.call(call)
             timed.append(((end, stage, at, 0), call))
             for number, message in enumerate(split.given_by(call), 1):
@@ -124,21 +124,19 @@ def with_messages(split: Split, rows: Sequence[Sequence[Call]], pace: Pace = UNI
             for message in split.taken_by(call):
                 if split.crosses(message):
                     receive = Receive(message.flow, 0, message.microbatch, message.back)
-                    timed.append(((*made[message], 0), receive))
+                    timed.append(((*played.made[message], 0), receive))
         out.append([item for _, item in sorted(timed, key=itemgetter(0))])
     return out
 
 
-def _all_begin(
-    split: Split, rows: Sequence[Sequence[Call]], begins: Sequence[Sequence[float]], made: Container[Message]
-) -> None:
+def _all_begin(split: Split, rows: CallRows, played: PlayedTimes) -> None:
     """Raises Refused where calls have never begun, since they wait for each other."""
-    stuck = [stage for stage, row in enumerate(rows) if len(begins[stage]) < len(row)]
+    stuck = [stage for stage, row in enumerate(rows) if len(played.begins[stage]) < len(row)]
     if stuck:
         lines = ["rule 'deadlock': calls wait for each other"]
         for stage in stuck:
-            call = rows[stage][len(begins[stage])]
-            message = next(message for message in split.taken_by(call) if message not in made)
+            call = rows[stage][len(played.begins[stage])]
+            message = next(message for message in split.taken_by(call) if message not in played.made)
             source = split.ends(message.flow, message.back)[0]
             lines.append(f"    stage {stage} waits at {in_words(call)} for stage {source}")
         raise Refused("deadlock", -1, "\n".join(lines), stuck[0])

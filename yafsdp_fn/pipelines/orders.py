@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 from yafsdp_fn.pipelines.messages import UNIT, Item, Pace, wired, with_messages
 from yafsdp_fn.program.program import Program, stage_trace
-from yafsdp_fn.program.split import Call, Kind, Split
+from yafsdp_fn.program.split import Call, CallRows, Kind, Split
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.stages import check_calls
 from yafsdp_fn.schedules.builders import Schedule, must_be_made, zero2
 from yafsdp_fn.util.words import shown
 
-Rows = list[list[Call]]
-"""The calls of each stage, in their order."""
-Order = Callable[[Split, int], Rows]
+Order = Callable[[Split, int], CallRows]
 """A function from a split and the number of microbatches to rows."""
 
 # ---- The published orders.
@@ -58,7 +56,7 @@ def gpipe(sharding: Schedule | None = None) -> Schedule:
     return staged(gpipe_calls, sharding)
 
 
-def gpipe_calls(split: Split, microbatches: int) -> Rows:
+def gpipe_calls(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of `gpipe`."""
     return [forwards + backwards for forwards, backwards in _passes(split, [range(microbatches)])]
 
@@ -81,7 +79,7 @@ def one_f_one_b(sharding: Schedule | None = None) -> Schedule:
     return staged(one_f_one_b_calls, sharding)
 
 
-def one_f_one_b_calls(split: Split, microbatches: int) -> Rows:
+def one_f_one_b_calls(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of `one_f_one_b`."""
     _expect("one_f_one_b", split, per_stage=1)
     passes = _passes(split, [range(microbatches)])
@@ -106,7 +104,7 @@ def interleaved(sharding: Schedule | None = None) -> Schedule:
     return staged(interleaved_calls, sharding)
 
 
-def interleaved_calls(split: Split, microbatches: int) -> Rows:
+def interleaved_calls(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of `interleaved`.
 
         stage 0  | F0,0 F0,1 F2,0 F2,1      B2,0 ...      segment, microbatch
@@ -146,11 +144,11 @@ def zero_bubble(sharding: Schedule | None = None) -> Schedule:
     return staged(zero_bubble_calls, sharding)
 
 
-def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> Rows:
+def zero_bubble_calls(split: Split, microbatches: int, depth: int = 1) -> CallRows:
     """Returns the calls of `zero_bubble`. Stage s keeps no more microbatches than the first stage of 1F1B; with depth 2
     up to 2 P - 1, for as good as no idle time (ZB-H2)."""
     _expect("zero_bubble", split, per_stage=1)
-    rows: Rows = []
+    rows = []
     for s in range(split.stages):
         ahead = min(depth * (split.stages - 1 - s), microbatches)
         lag = min(depth * s, microbatches)
@@ -179,7 +177,7 @@ def v_shaped(sharding: Schedule | None = None) -> Schedule:
     return staged(v_shaped_calls, sharding)
 
 
-def v_shaped_calls(split: Split, microbatches: int) -> Rows:
+def v_shaped_calls(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of `v_shaped`."""
     _expect("v_shaped", split, per_stage=2, v=True)
     rows = (_spelled(_v_row(split.stages, s, microbatches), s, 2 * split.stages - 1 - s) for s in range(split.stages))
@@ -211,7 +209,7 @@ def v_half(sharding: Schedule | None = None) -> Schedule:
     return staged(v_half_calls, sharding)
 
 
-def v_half_calls(split: Split, microbatches: int) -> Rows:
+def v_half_calls(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of `v_half`."""
     _expect("v_half", split, per_stage=2, v=True)
     return _repeated(split, microbatches, (1, 2, 1, 2))
@@ -233,7 +231,7 @@ def v_min(sharding: Schedule | None = None) -> Schedule:
     return staged(v_min_calls, sharding)
 
 
-def v_min_calls(split: Split, microbatches: int) -> Rows:
+def v_min_calls(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of `v_min`."""
     _expect("v_min", split, per_stage=2, v=True)
     return _repeated(split, microbatches, (1, 1, 1, 1))
@@ -246,7 +244,7 @@ BLOCK = 6
 # ---- orders that repeat a block of calls
 
 
-def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int]) -> Rows:
+def _repeated(split: Split, microbatches: int, steps: tuple[int, int, int, int]) -> CallRows:
     """Returns the calls of a microbatch at fixed times, and those of each next one six calls later.
 
     steps: time from a stage to the next one: of forwards down the V and up, of backwards down and up
@@ -315,7 +313,7 @@ ORDERS: dict[str, Order] = {
 # ---- what orders share
 
 
-def forward_only(split: Split, microbatches: int) -> Rows:
+def forward_only(split: Split, microbatches: int) -> CallRows:
     """Returns the calls of an evaluation: P microbatches go through the first segment, then through the next one."""
     return [forwards for forwards, _ in _passes(split, _groups(microbatches, split.stages))]
 
@@ -358,18 +356,19 @@ def _alternating(forwards: Sequence[Call], backwards: Sequence[Call], ahead: int
         yield backward
 
 
-def whole_if_idle(rows: Rows, split: Split) -> Rows:
+def whole_if_idle(rows: CallRows, split: Split) -> CallRows:
     """Halves of a backward that follow each other are one where no other segment waits for the first of them."""
     waited_for = {flow.target for flow in split.flows if flow.grad_bytes}
-    out: Rows = []
+    out = []
     for row in rows:
-        out.append([])
+        whole: list[Call] = []
         for call in row:
             idle = call.kind == "weights" and call.segment not in waited_for
-            if idle and out[-1][-1] == call._replace(kind="inputs"):
-                out[-1][-1] = call._replace(kind="backward")
+            if idle and whole[-1] == call._replace(kind="inputs"):
+                whole[-1] = call._replace(kind="backward")
             else:
-                out[-1].append(call)
+                whole.append(call)
+        out.append(whole)
     return out
 
 

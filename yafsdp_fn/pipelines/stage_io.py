@@ -114,8 +114,7 @@ class Crossing:
     """
 
     def __init__(self, trace: Trace, found: Tracer) -> None:
-        assert trace.split is not None
-        self.trace, self.split = trace, trace.split
+        self.trace, self.split = trace, trace.cut
         # what stands for visits that are elsewhere
         mode = PlaceholderMode(allow_non_fake_inputs=True)
         self.placeholders = [Placeholder(result, mode) for result in found.results]

@@ -104,16 +104,14 @@ class Costs:
             case ops.Reduce():
                 return self._rings((u.reduce_bytes, self.holders[u.over]) for u in units)
             case ops.AllReduce(over="stages"):
-                assert trace.split is not None
-                stages = trace.split.holders(op.units[0])
+                stages = trace.cut.holders(op.units[0])
                 group = cluster.group(len(stages), stride=trace.stage_ranks)
                 shards = sum(u.reduce_bytes / trace.ranks_of(u) for u in units)
                 return cluster.all_reduce(shards, group)
             case ops.AllReduce():
                 return tuple(itertools.chain.from_iterable(map(self._all_reduce, units)))
             case ops.Send(flow) | ops.Receive(flow):
-                assert trace.split is not None
-                return cluster.message(trace.split.bytes_of(op.message), link(trace, cluster, flow))
+                return cluster.message(trace.cut.bytes_of(op.message), link(trace, cluster, flow))
             case ops.Stash():
                 copied = sum(2 * u.gather_bytes // trace.local_ranks_of(u) for u in units)
                 return through_memory(cluster, copied)
@@ -274,10 +272,9 @@ def seconds_of(found: Iterable[Phase]) -> float:
 
 def link(trace: Trace, cluster: Cluster, flow: int) -> str:
     """ "node" or "network": what a flow's messages go over. Stages follow each other, and neighbours share a node."""
-    assert trace.split is not None
     width = trace.stage_ranks
     nodes: set[int] = set()
-    for stage in trace.split.ends(flow, back=False):
+    for stage in trace.cut.ends(flow, back=False):
         for rank in (stage * width, (stage + 1) * width - 1):
             nodes.add(rank // cluster.gpus_per_node)
     return "node" if len(nodes) == 1 else "network"

@@ -21,11 +21,9 @@ from yafsdp_fn.pipelines.messages import Pace
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.costs import Costs
 from yafsdp_fn.program.ops import Backward, Forward, Send
-from yafsdp_fn.program.split import Call, Kind
+from yafsdp_fn.program.split import Call, CallRows, Kind
 from yafsdp_fn.program.trace import Trace
 
-Rows = Sequence[Sequence[Call]]
-"""The calls of each stage, in order."""
 KINDS: tuple[Kind, ...] = ("forward", "inputs", "weights")
 
 
@@ -50,8 +48,7 @@ class CallGraph(NamedTuple):
     @staticmethod
     def of_step(trace: Trace, cluster: Cluster, recomputed: frozenset[int] = frozenset()) -> "CallGraph":
         """Returns the calls of a step that is cut, with memory in bytes. recomputed: visits"""
-        split = trace.split
-        assert split is not None
+        split = trace.cut
         seconds = Costs(trace, cluster).seconds
 
         def kept(visit: int) -> int:
@@ -164,7 +161,7 @@ class NumberedCalls:
             self.sources.append(source)
             self.delays.append(graph.message * crosses)
 
-    def rows_of(self, rows: Rows) -> list[list[int]]:
+    def rows_of(self, rows: CallRows) -> list[list[int]]:
         """Returns rows of calls as rows of numbers."""
         return [[self.numbers[call] for call in row] for row in rows]
 
@@ -217,7 +214,7 @@ class NumberedCalls:
         return max(itertools.accumulate(self.takes[number] for number in row))
 
 
-def evaluate(calls: CallGraph, rows: Rows) -> OrderRun:
+def evaluate(calls: CallGraph, rows: CallRows) -> OrderRun:
     """Runs rows, in which a backward may be whole. Raises ValueError where calls wait for each other."""
     numbered = NumberedCalls(calls, itertools.chain.from_iterable(rows))
     return numbered.run(numbered.rows_of(rows))
@@ -319,7 +316,7 @@ class Search:
     seconds: of the best rows; moves: how many lists were made, with shifts of calls after each
     """
 
-    def __init__(self, calls: CallGraph, memory: float, *, starts: Iterable[Rows] = (), seed: int = 0) -> None:
+    def __init__(self, calls: CallGraph, memory: float, *, starts: Iterable[CallRows] = (), seed: int = 0) -> None:
         self.calls = calls
         self.memory = memory * (1 + 1e-9)
         self.seconds = math.inf
@@ -337,7 +334,7 @@ class Search:
             self._offer(self._numbered.rows_of([_in_halves(row) for row in rows]))
 
     @property
-    def rows(self) -> list[list[Call]]:
+    def rows(self) -> CallRows:
         """The best rows."""
         return [[self._numbered.calls[number] for number in row] for row in self._rows]
 

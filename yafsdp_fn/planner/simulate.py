@@ -289,10 +289,9 @@ def crossings(program: Program, cluster: Cluster) -> tuple[StageTraffic, ...]:
     for op in itertools.chain.from_iterable(program.stages):
         if not isinstance(op, Send):
             continue
-        assert trace.split is not None
-        ends = trace.split.ends(op.flow, op.back)
+        ends = trace.cut.ends(op.flow, op.back)
         before = found.get(ends, StageTraffic(*ends, link(trace, cluster, op.flow), 0, 0))
-        nbytes = before.nbytes + trace.split.bytes_of(op.message)
+        nbytes = before.nbytes + trace.cut.bytes_of(op.message)
         found[ends] = before._replace(messages=before.messages + 1, nbytes=nbytes)
     return tuple(found[ends] for ends in sorted(found))
 

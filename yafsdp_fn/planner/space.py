@@ -8,7 +8,7 @@ from typing import NamedTuple
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.pipelines.assign import Shape
 from yafsdp_fn.planner.cluster import Cluster
-from yafsdp_fn.program.split import Call
+from yafsdp_fn.program.split import CallRows
 from yafsdp_fn.program.trace import arguments
 from yafsdp_fn.schedules import (
     Assignment,
@@ -55,7 +55,7 @@ class Order(NamedTuple):
         order = chained_order(trace.visits, self.microbatches)
         return cut(moved._replace(microbatches=self.microbatches, order=order), self.assignment(trace))
 
-    def rows(self, whole: Trace) -> list[list[Call]]:
+    def rows(self, whole: Trace) -> CallRows:
         """Returns the calls of each stage in `whole`, a step that is cut so."""
         return orders.ORDERS[self.name](orders.split_of(whole), whole.microbatches)
 

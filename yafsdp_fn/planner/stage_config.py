@@ -23,7 +23,7 @@ from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
 from yafsdp_fn.program.ops import Backward
 from yafsdp_fn.program.program import Program
-from yafsdp_fn.program.split import Call
+from yafsdp_fn.program.split import CallRows
 from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
@@ -105,7 +105,7 @@ class Design(NamedTuple):
 
     point: Point
     configs: tuple[StageConfig, ...] = ()
-    rows: tuple[tuple[Call, ...], ...] = ()
+    rows: CallRows = ()
     pace: Pace = UNIT
 
     def __call__(self, trace: Trace) -> Program:
@@ -118,7 +118,7 @@ class Design(NamedTuple):
             assert part.stage is not None
             return self.configs[part.stage].program(part)
 
-        return orders.staged(lambda *_: [[*row] for row in self.rows], inside, pace=self.pace)(trace)
+        return orders.staged(lambda *_: self.rows, inside, pace=self.pace)(trace)
 
 
 def _slots(trace: Trace, own: Numbers, width: int, size: Callable[[UnitSpec], int]) -> dict[int, int]:

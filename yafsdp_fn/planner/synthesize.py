@@ -23,7 +23,7 @@ from yafsdp_fn.pipelines import orders
 from yafsdp_fn.planner.bound import Bound, bound
 from yafsdp_fn.planner.cluster import Cluster
 from yafsdp_fn.planner.footprint import gib
-from yafsdp_fn.planner.orders import CallGraph, Rows, Search, evaluate
+from yafsdp_fn.planner.orders import CallGraph, Search, evaluate
 from yafsdp_fn.planner.simulate import simulate
 from yafsdp_fn.planner.space import Point
 from yafsdp_fn.planner.stage_config import (
@@ -36,7 +36,7 @@ from yafsdp_fn.planner.stage_config import (
     peaks_of,
 )
 from yafsdp_fn.program.program import Program, stage_trace
-from yafsdp_fn.program.split import Assignment
+from yafsdp_fn.program.split import Assignment, CallRows
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import remat
@@ -213,7 +213,7 @@ class Synthesis:
     def _begin(self, point: Point) -> None:
         """Begins with as few recomputed layers on each stage as fit, the first ones of its segments."""
         whole = point.whole(self.trace)
-        rows: Rows = [] if point.order is None else point.order.rows(whole)
+        rows: CallRows = [] if point.order is None else point.order.rows(whole)
         parts = [stage_trace(whole, stage, row) for stage, row in enumerate(rows)] or [whole]
         configs = [StageConfig.of(point._replace(order=None), part) for part in parts]
         candidate = Candidate(Design(point), whole, [Changes(part, self.rng) for part in parts])
@@ -258,12 +258,12 @@ class Synthesis:
 
     # ---- what a move comes to
 
-    def _try(self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: Rows) -> float:
+    def _try(self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: CallRows) -> float:
         """Adopts a program as the candidate's best if it is faster, or in less memory; returns its seconds."""
         whole = candidate.whole
         same = configs == candidate.design.configs
         if rows:
-            rows = orders.whole_if_idle([[*row] for row in rows], orders.split_of(whole))
+            rows = orders.whole_if_idle(rows, orders.split_of(whole))
         design = self._design(candidate, configs, rows)
         found = outcome_of(lambda: design(whole), self.cluster, self.budget)
         before = candidate.outcome
@@ -283,7 +283,7 @@ class Synthesis:
         return found.seconds
 
     def _room(
-        self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: Rows, peaks: Sequence[int]
+        self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: CallRows, peaks: Sequence[int]
     ) -> list[float]:
         """Returns the memory that calls may fill on each stage: what they hold in a program with these peaks, and what
         that leaves of the budget."""
@@ -302,12 +302,12 @@ class Synthesis:
         candidate.room = room
         candidate.search = Search(calls, 1.0, starts=[candidate.design.rows], seed=seed)
 
-    def _design(self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: Rows) -> Design:
+    def _design(self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: CallRows) -> Design:
         design = candidate.design._replace(configs=configs)
         if not rows:
             return design
         pace = self._calls(candidate.whole, configs).pace
-        return design._replace(rows=tuple(map(tuple, rows)), pace=pace)
+        return design._replace(rows=rows, pace=pace)
 
     def _calls(self, whole: Trace, configs: Iterable[StageConfig]) -> CallGraph:
         recomputed = frozenset[int]().union(*(config.recomputed for config in configs))

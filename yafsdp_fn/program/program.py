@@ -131,10 +131,9 @@ def stage_trace_of_ops(trace: Trace, stage: int, ops: Iterable[Any]) -> Trace:
 
 def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
     """Returns the trace of `stage`, whose computes are in this order."""
-    split = trace.split
-    assert split is not None and trace.stage is None, "a whole step that is split"
+    assert trace.stage is None, "a whole step"
     held = units_of(trace, stage)
-    here = split.visits_on(stage)
+    here = trace.cut.visits_on(stage)
     # visits and units of others keep their numbers
     visits = tuple(v if v.id in here else Visit(v.id, v.name, (), ()) for v in trace.visits)
     units = tuple(unit if unit.id in held else elsewhere(unit) for unit in trace.units)
@@ -147,8 +146,7 @@ def _stage_trace(trace: Trace, stage: int, order: Iterable[Compute]) -> Trace:
 
 def units_of(trace: Trace, stage: int) -> frozenset[int]:
     """Returns the units that `stage` holds: those that its visits use, and, of those that no visit uses, its own."""
-    split = trace.split
-    assert split is not None
+    split = trace.cut
     home = dict(split.unused)
     held = {unit.id for unit in trace.units if home.get(unit.id, 0) == stage}
     for visit in trace.visits:
@@ -173,9 +171,8 @@ def _of_units(trace: Trace, held: frozenset[int]) -> tuple[tuple[int, int, int],
 
 def _computes(trace: Trace, calls: Iterable[Call]) -> Iterator[Compute]:
     """Yields the computes of calls, one after the other."""
-    assert trace.split is not None
     for kind, segment, microbatch in calls:
-        visits = trace.split.visits(segment)
+        visits = trace.cut.visits(segment)
         for visit in visits if kind == "forward" else reversed(visits):
             yield Compute(kind, visit, microbatch)
 

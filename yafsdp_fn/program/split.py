@@ -7,6 +7,7 @@
 A stage calls the whole loss for each of its segments and microbatches; visits of other segments are elsewhere.
 """
 
+from collections.abc import Sequence
 from typing import Annotated, Literal, NamedTuple
 
 from yafsdp_fn.util.mesh_axes import round_up
@@ -74,6 +75,10 @@ class Call(NamedTuple):
     kind: Kind
     segment: int
     microbatch: int
+
+
+CallRows = Sequence[Sequence[Call]]
+"""The calls of each stage, in their order."""
 
 
 class Message(NamedTuple):

@@ -245,6 +245,12 @@ class Trace(NamedTuple):
         return self.stage_ranks // math.prod(size for name, size in self.inside if name != EXPERT)
 
     @property
+    def cut(self) -> Split:
+        """`split`, of a step that is cut: any other has none."""
+        assert self.split is not None
+        return self.split
+
+    @property
     def stages(self) -> int:
         """Stages of the pipeline."""
         return dict(self.mesh).get("stage", 1)

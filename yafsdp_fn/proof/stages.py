@@ -16,7 +16,7 @@ from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import AllReduce, MessageOp, Norm, Op, Receive, Send
 from yafsdp_fn.program.program import Program, units_of
-from yafsdp_fn.program.split import Call, Kind, Split
+from yafsdp_fn.program.split import Call, CallRows, Kind, Split
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused, refusal_on
@@ -41,7 +41,7 @@ class Wrong(NamedTuple):
     why: str
 
 
-def wrong_calls(split: Split, rows: Sequence[Sequence[Call]], microbatches: int, trains: bool) -> Iterator[Wrong]:
+def wrong_calls(split: Split, rows: CallRows, microbatches: int, trains: bool) -> Iterator[Wrong]:
     """Yields all mistakes, stage by stage; none, if the rows are a step."""
     for stage, row in enumerate(rows):
         done: set[Call] = set()
@@ -148,7 +148,7 @@ def once_each_way(pipeline: Program) -> None:
     check_calls(pipeline.trace, split, rows)
 
 
-def check_calls(trace: Trace, split: Split, rows: Sequence[Sequence[Call]]) -> None:
+def check_calls(trace: Trace, split: Split, rows: CallRows) -> None:
     """Raises Refused for the first thing that is wrong with the calls of stages."""
     for stage, at, why in wrong_calls(split, rows, trace.microbatches, trace.trains):
         where = "" if at is None else f"call {at} ({in_words(rows[stage][at])}): "
