@@ -37,8 +37,8 @@ def must_be_apart(root: Path, other: str) -> None:
     """Raises ValueError if `other` is there: a model and an adapter in one directory are one model to transformers."""
     if (root / other).is_file():
         raise ValueError(
-            f"{root}: {other} is there, and a directory with a model and an adapter of peft is both together to "
-            "transformers; keep them in directories of their own, or merge them (peft's merge_and_unload, then "
+            f"{root}: {other} is there. To transformers a directory with an adapter of peft is the adapter and its "
+            "base model together: give each a directory of its own, or merge them (peft's merge_and_unload, then "
             "save_pretrained)"
         )
 

@@ -236,6 +236,8 @@ class Decoder(Generic[C]):
             )
 
         def embed(w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
+            if isinstance(w[self.embedding], ya.Lazy):
+                raise TypeError("weights are lazy, as models.hf.load gives them: ya.shard or ya.materialize reads them")
             if self.splits:
                 self.axes.must_have("embedding", len(w[self.embedding]), config.vocab)
             return self.embed(w, tokens, positions)

@@ -31,10 +31,10 @@ def must_be_read(batch: Batch, more: tuple[str, ...] = ()) -> None:
 
 def must_be_alike(tokens: Tensor, targets: Tensor) -> None:
     """Raises ValueError unless there is a target for each token [B, S]."""
-    shapes = [tuple(getattr(each, "shape", ())) for each in (tokens, targets)]
-    if len(shapes[0]) != 2 or shapes[0] != shapes[1]:
+    first, second = (tuple(getattr(each, "shape", ())) for each in (tokens, targets))
+    if len(first) != 2 or first != second:
         raise ValueError(
-            f"tokens have the shape {shapes[0]}, targets {shapes[1]}: expected tensors [B, S], a target for each token"
+            f"tokens have the shape {first}, targets {second}: expected tensors [B, S], a target for each token"
         )
 
 

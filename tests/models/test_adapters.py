@@ -93,10 +93,12 @@ def test_adapters_that_peft_has_not_are_refused(tmp_path: Path) -> None:
         models.hf.save_adapters(tmp_path, config, more)
     # a model and an adapter in one directory, which are one model to transformers
     models.hf.save(tmp_path / "model", config, params)
-    with pytest.raises(ValueError, match=r"model: config.json is there, and a directory with a model and an adapter"):
+    with pytest.raises(
+        ValueError, match=r"model: config.json is there. To transformers a directory with an adapter of"
+    ):
         models.hf.save_adapters(tmp_path / "model", config, params)
     models.hf.save_adapters(tmp_path / "alone", config, params)
-    with pytest.raises(ValueError, match=r"alone: adapter_config.json is there, and a directory with a model"):
+    with pytest.raises(ValueError, match=r"alone: adapter_config.json is there. To transformers a directory"):
         models.hf.save(tmp_path / "alone", config, params)
-    with pytest.raises(ValueError, match=r"alone: adapter_config.json is there, and a directory with a model"):
+    with pytest.raises(ValueError, match=r"alone: adapter_config.json is there. To transformers a directory"):
         models.hf.load(tmp_path / "alone")

@@ -15,7 +15,7 @@ import models
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import compare
-from tests.models.theirs import TINY, their_model
+from tests.models.theirs import TINY, draw, their_model
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
 
@@ -101,6 +101,8 @@ def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, mo
     original = StoredTensor.read
     monkeypatch.setattr(StoredTensor, "read", lambda self: (read.append(self.name), original(self))[1])
     _, lazy = llama.hf.load(tmp_path)
+    with pytest.raises(TypeError, match=r"weights are lazy, as models.hf.load gives them: ya.shard or ya.materialize"):
+        llama.logits(TINY, lazy, draw(1, 4))
     leaf = lazy.layers.tree["mlp.up_proj.weight"]
     assert read == [] and leaf.shape == (3, 40, 32) and leaf.dtype == torch.float32
     assert torch.equal(leaf.load(1), params.layers["mlp.up_proj.weight"][1])

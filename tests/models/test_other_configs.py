@@ -125,7 +125,6 @@ def saved(root: Path, name: str, **changes: Any) -> Any:
         ),
         ("qwen3", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; a quantised model has to"),
         ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types is ['full_attention', 'full_attention']; mo"),
-        ("mixtral", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is ['full_attention', 'sl"),
         ("gpt2", {"is_causal": False}, "is_causal is False; models.gpt2 computes True only"),
         ("mistral", {"sliding_window": -1}, "sliding_window: Config.window: expected a positive integer, got -1"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; models.gpt2 computes 'gelu_new'"),
