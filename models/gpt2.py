@@ -170,7 +170,12 @@ JSON = Json(
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
-    defaults={"tie_word_embeddings": True, "layer_norm_epsilon": 1e-5},
+    defaults={
+        "tie_word_embeddings": True,
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 50_256,
+        "eos_token_id": 50_256,
+    },
     fields={
         "vocab": "vocab_size",
         "embed": "n_embd",

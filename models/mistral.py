@@ -70,6 +70,8 @@ JSON = Json(
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 131_072,
         "num_key_value_heads": 8,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
     },
     further={"window": ("sliding_window", 4096)},
 )

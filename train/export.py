@@ -65,7 +65,10 @@ def write(config: Config) -> str:
     base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
     mesh = ya.mesh(device=setup.own_device(config.device))
     state = base.trained(mesh, config.step)
-    models.hf.save(config.out, base.model, state.params, dtype=setup.DTYPES[config.dtype])
+    settings, ends = base.model.generation, {"eos_token_id": sorted(base.ends)}
+    generation = {**settings, **ends, "generation_config": {**settings.get("generation_config", {}), **ends}}
+    model = dataclasses.replace(base.model, generation=generation)
+    models.hf.save(config.out, model, state.params, dtype=setup.DTYPES[config.dtype])
     if int(os.environ.get("RANK", 0)) == 0:
         base.tokenizer.save(config.out)
     return f"{config.out}: {base.model.num_parameters / 1e6:.2f}M parameters of {base.folder}, step {state.step}"

@@ -16,12 +16,14 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models.files.format import Format
-from models.files.settings import dumped
+from models.files.settings import ADAPTER, dumped, must_be_apart
+from models.files.settings import CONFIG as MODEL
 from models.files.tree import is_rank_0, raise_on_all
 from models.parts.tree import Parts
+from yafsdp_fn.params.sharded import handles, trainable
 from yafsdp_fn.util import disk
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 
 
 def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, *, base: str = "") -> None:
@@ -31,8 +33,9 @@ def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, 
     params: plain or sharded, as for `tree.save`: every rank of a sharded tree must call, rank 0 writes
     base: the base model, a name or a directory, for peft's readers
 
-    Raises ValueError if there are no adapters, if they differ in rank or factor, and for one of a weight that is not a
-    linear layer in transformers; OSError if rank 0 cannot write, on all ranks.
+    Raises ValueError if there are no adapters, if they differ in rank or factor, for one of a weight that is not a
+    linear layer in transformers, for other weights that are trained, and if a model is in `directory`;
+    OSError if rank 0 cannot write, on all ranks.
     """
     found: dict[str, Tensor] = {}
     targets: dict[str, ya.LowRank] = {}
@@ -53,6 +56,12 @@ def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, 
     ya.map_whole_layers(lambda leaves: collect(family.prefix.layers.format(layer=next(layers)), leaves), params.layers)
     if not targets:
         raise ValueError(f"{directory}: these params have no adapters to save; ya.lora makes them")
+    trained = [path for handle in handles(trainable(params)) for path, _, _ in handle.wholes()]
+    if beside := [path for path in trained if not path.endswith((".a", ".b"))]:
+        raise ValueError(
+            f"{directory}: {', '.join(beside)} are trained beside the adapters, and a file of adapters does not hold "
+            "them; save the merged model, or leave them frozen"
+        )
     if refused := [key for key in targets if key in in_embed or f"{key}.weight" in family.no_linear]:
         raise ValueError(
             f"{directory}: peft has no adapter for {', '.join(refused)} of a {family.name}; choose others with the "
@@ -86,8 +95,9 @@ def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, 
 def _write(root: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> None:
     from safetensors.torch import save as serialised
 
+    must_be_apart(root, MODEL)
     root.mkdir(parents=True, exist_ok=True)
-    (root / CONFIG).unlink(missing_ok=True)  # without it there is no adapter: none is a mixture of two
+    (root / ADAPTER).unlink(missing_ok=True)  # without it there is no adapter: none is a mixture of two
     disk.replace(root / WEIGHTS, serialised(tensors, metadata={"format": "pt"}))
-    disk.replace(root / CONFIG, dumped(config))
+    disk.replace(root / ADAPTER, dumped(config))
     disk.sync_folder(root)

@@ -58,6 +58,7 @@ class Json:
         """Returns the config of a parsed file; `file` is its name in errors. Raises ValueError naming the key."""
         self._check(values, file)
         others = {field: values.get(*key) for field, key in self.further.items()}
+        tokens = special_tokens({**self.defaults, **values}, file)
         values = {**self.defaults, **{key: value for key, value in values.items() if value is not None}}
         for key in self.fields.values():
             if key not in values and key not in ("num_key_value_heads", "head_dim"):
@@ -72,10 +73,13 @@ class Json:
             theta, scaling = _rope_from(values, self.theta, self.model_type, file)
             others |= {"rope_theta": theta, "rope_scaling": scaling}
         fields = {field: values[key] for field, key in self.fields.items()}
-        tokens = {key: value for key, value in values.items() if key.endswith("_token_id")}
-        for key, value in tokens.items():
-            if any(type(token) is not int for token in (value if isinstance(value, list) else [value])):
-                raise ValueError(f"{file}: {key} is {shown(value)}; expected a token's number, or a list of them")
+        # of Mistral, transformers has full attention in the layers that this says so of, whatever `sliding_window` is
+        kinds, kind = values.get("layer_types", ()), "sliding_attention" if others.get("window") else "full_attention"
+        if any(each != kind for each in kinds):
+            raise ValueError(
+                f"{file}: layer_types is {shown(kinds)}; models.{self.model_type} computes {kind!r} in all layers of "
+                "this config"
+            )
         try:
             return config(**fields, **others, generation=tokens)
         except FieldError as error:
@@ -95,14 +99,31 @@ class Json:
             **self.expected,
             **{key: getattr(config, field) for field, (key, _) in self.further.items()},
             "torch_dtype": str(dtype).removeprefix("torch."),
+            # null, where there are none: left out, they would be those of the family's first models
+            "bos_token_id": None,
+            "eos_token_id": None,
             **{key: value for key, value in config.generation.items() if key.endswith("_token_id")},
         }
 
     def _check(self, values: Mapping[str, Any], file: str) -> None:
-        for key, value in {"model_type": self.model_type, **self.expected}.items():
+        for key, value in {"model_type": self.model_type, "is_causal": True, **self.expected}.items():
             if values.get(key) not in (value, None):
                 computes = f"models.{self.model_type} computes {value!r} only"
                 raise ValueError(f"{file}: {key} is {shown(values[key])}; {computes}")
+        if quantised := values.get("quantization_config"):
+            raise ValueError(
+                f"{file}: quantization_config is {shown(quantised)}; a quantised model has to be dequantised first: "
+                "by transformers' model.dequantize() and save_pretrained"
+            )
+
+
+def special_tokens(values: Mapping[str, Any], file: str) -> dict[str, Any]:
+    """Returns the special tokens that settings name. Raises ValueError naming the key of what is no token."""
+    tokens = {key: value for key, value in values.items() if key.endswith("_token_id") and value is not None}
+    for key, value in tokens.items():
+        if any(type(token) is not int for token in (value if isinstance(value, list) else [value])):
+            raise ValueError(f"{file}: {key} is {shown(value)}; expected a token's number, or a list of them")
+    return tokens
 
 
 def _scaling(found: RopeScaling | None) -> dict[str, Any] | None:
@@ -113,10 +134,15 @@ def _scaling(found: RopeScaling | None) -> dict[str, Any] | None:
 
 def _rope_from(values: Mapping[str, Any], default: float, family: str, file: str) -> tuple[float, RopeScaling | None]:
     # transformers 5 keeps all of it in `rope_parameters`, 4 had `rope_theta` beside `rope_scaling`
-    where = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    # of both, the older one counts: to a file of version 5 people add it by hand
+    where = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(where) or {}
     if not isinstance(rope, dict):
         raise ValueError(f"{file}: {where} is {shown(rope)}; expected an object, or null")
+    if any(isinstance(value, dict) for value in rope.values()):
+        raise ValueError(
+            f"{file}: {where} has settings for each kind of layer; models.{family} computes one rotation in all layers"
+        )
     theta = rope.get("rope_theta", values.get("rope_theta", default))
     theta = float(theta) if type(theta) is int and theta <= LARGEST else theta
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -127,6 +153,10 @@ def _rope_from(values: Mapping[str, Any], default: float, family: str, file: str
     missing = [key for key in SCALING_FIELDS.values() if key not in rope]
     if missing:
         raise ValueError(f"{file}: rope_type 'llama3' without {', '.join(missing)}")
+    original = SCALING_FIELDS["original_max_length"]
+    if values.get(original, rope[original]) != rope[original]:
+        # transformers 4 takes the latter, 5 the former
+        raise ValueError(f"{file}: {original} has one value in {where} and another beside it; make them equal")
     try:
         return theta, RopeScaling(**{field: rope[key] for field, key in SCALING_FIELDS.items()})
     except FieldError as error:

@@ -17,6 +17,8 @@ from yafsdp_fn.util import disk
 from yafsdp_fn.util.model_folder import member, read_json
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+ADAPTER = "adapter_config.json"
+"""The settings of peft's adapters: see `must_be_apart`."""
 PARTIAL = "partial-{}"
 """The name of a file that is not in place yet: no reader looks for it."""
 
@@ -25,9 +27,20 @@ Settings = dict[str, dict[str, Any]]
 
 
 def settings(root: Path) -> Settings:
-    """Reads the settings."""
+    """Reads the settings of a model."""
+    must_be_apart(root, ADAPTER)
     there = [name for name in (CONFIG, GENERATION) if name == CONFIG or member(root, name) is not None]
     return {name: read_json(root / name) for name in there}
+
+
+def must_be_apart(root: Path, other: str) -> None:
+    """Raises ValueError if `other` is there: a model and an adapter in one directory are one model to transformers."""
+    if (root / other).is_file():
+        raise ValueError(
+            f"{root}: {other} is there. To transformers a directory with an adapter of peft is the adapter and its "
+            "base model together: give each a directory of its own, or merge them (peft's merge_and_unload, then "
+            "save_pretrained)"
+        )
 
 
 def differs(root: Path, name: str, values: Settings) -> bool:

@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import yafsdp_fn as ya
+from models.files.config_json import special_tokens
 from models.files.format import Format, as_it_is
-from models.files.settings import CONFIG, GENERATION, Settings, settings
+from models.files.settings import ADAPTER, CONFIG, GENERATION, Settings, must_be_apart, settings
 from models.files.tensor_writer import Writer
 from models.parts.axes import NONE, Axes
 from models.parts.config import Shape
@@ -57,6 +58,7 @@ def load(
     found, file = settings(root), str(root / CONFIG)
     config = family.read_config(found[CONFIG], file)
     if GENERATION in found:
+        special_tokens(found[GENERATION], str(root / GENERATION))
         config = dataclasses.replace(config, generation={**config.generation, "generation_config": found[GENERATION]})
     stored: dict[str, StoredTensor] = {}
     for name, tensor in scan_directory(root).items():
@@ -97,11 +99,13 @@ def load(
     return config, Parts(*map(part, family.prefix, abstract))
 
 
-def _untied(family: Format[C], file: str, config: C, stored: Mapping[str, StoredTensor]) -> C:
+def _untied(family: Format[C], file: str, config: C, stored: dict[str, StoredTensor]) -> C:
     """Returns the config, untied if the files hold a head that is not the embedding."""
-    name = family.prefix.embed + family.embedding
-    head, embedding = stored.get(HEAD), stored.get(name)
-    if not config.tied or head is None or embedding is None or torch.equal(head.read(), embedding.read()):
+    name, head = family.prefix.embed + family.embedding, stored.get(HEAD)
+    if not config.tied or head is None:
+        return config
+    embedding = stored.setdefault(name, head)  # some files have the two under one name, and it may be this
+    if torch.equal(head.read(), embedding.read()):
         return config
     warnings.warn(
         f"{file} ties the head to the embedding (tie_word_embeddings), but {head.file} holds another {HEAD} than "
@@ -122,13 +126,16 @@ def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Ma
     for name in family.names(config):
         if name not in stored:
             first, missing = first or name, missing + 1
+    ignored = {HEAD} if config.tied else set()  # some files have the embedding a second time
+    extra = sorted(stored.keys() - set(family.names(config)) - ignored)
+    few = _few(extra[0], len(extra)) if extra else ""
     if first is not None:
         only_head = missing == 1 and first == HEAD
         hint = "is the model tied (tie_word_embeddings)?" if only_head else "copy the model again"
+        if extra:
+            hint = f"they hold {few} instead: is it another model, or one in another form?"
         raise ValueError(f"{root}: no {_few(first, missing)} in any file, as config.json has it; {hint}")
-    ignored = {HEAD} if config.tied else set()  # some files have the embedding a second time
-    if extra := sorted(stored.keys() - set(family.names(config)) - ignored):
-        few = _few(extra[0], len(extra))
+    if extra:
         raise ValueError(f"{root}: {few} has no place in a {family.name} of this config.json; is it another model?")
 
 
@@ -169,6 +176,8 @@ def save(
     Raises ValueError if a tensor is not of the config's shape, OSError if rank 0 cannot write, on every rank of a
     sharded tree: it leaves what a kill would.
     """
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype={dtype!r}: expected None, or a dtype of torch such as torch.bfloat16")
     root, writes = Path(directory), is_rank_0()
     abstract, forms, prefix = family.params(config), family.forms(config), family.prefix
     writer = Writer(root, family.names(config), max_shard_bytes=max_shard_bytes)
@@ -196,6 +205,7 @@ def save(
                 on_rank_0(functools.partial(Writer.add, name=prefix + name, tensor=tensor))
 
     with contextlib.ExitStack() as stack:
+        on_rank_0(lambda writer: must_be_apart(root, ADAPTER))
         on_rank_0(stack.enter_context)
         for at, leaves, unit in (
             (prefix.embed, abstract.embed, params.embed),

@@ -22,7 +22,13 @@ JSON = Json(
     model_type="llama",
     architecture="LlamaForCausalLM",
     expected={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    defaults={"tie_word_embeddings": False, "rms_norm_eps": 1e-6, "max_position_embeddings": 2048},
+    defaults={
+        "tie_word_embeddings": False,
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 2048,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 )
 FORMAT = Format[Config]("Llama", params, partial(JSON.read, Config), JSON.write)
 PREFIX = FORMAT.prefix

@@ -23,7 +23,7 @@ from models.parts.attention import Cache, Positions, halves, seen, starts_of
 from models.parts.axes import NONE, Axes, acting_on, cross_entropy, in_order
 from models.parts.config import Shape
 from models.parts.scores import Scored, scored
-from models.parts.tree import Batch, Extra, Parts, Weights, must_be_read
+from models.parts.tree import Batch, Extra, Parts, Weights, must_be_alike, must_be_read
 
 C = TypeVar("C", bound=Shape)
 
@@ -193,6 +193,7 @@ class Decoder(Generic[C]):
         def f(weights: Any, x: Float[Tensor, "B S E"]) -> Scored:
             return scored(*self.last(config, weights, x), targets, self._scores)
 
+        must_be_alike(tokens, targets)
         with acting_on(params):
             x, _ = self._hidden(config, params, tokens, None, self.block(config))
             found: Scored = ya.apply(f, self.head_unit(config, params), x)
@@ -235,6 +236,8 @@ class Decoder(Generic[C]):
             )
 
         def embed(w: Weights, tokens: Tensor, positions: Tensor) -> Tensor:
+            if isinstance(w[self.embedding], ya.Lazy):
+                raise TypeError("weights are lazy, as models.hf.load gives them: ya.shard or ya.materialize reads them")
             if self.splits:
                 self.axes.must_have("embedding", len(w[self.embedding]), config.vocab)
             return self.embed(w, tokens, positions)

@@ -115,6 +115,8 @@ def _decode(
     if tokens.shape[0] != batch:
         raise ValueError(f"decode: {tokens.shape[0]} sequences of tokens, but the cache was made for {batch}")
     starts = None
+    if padding is not None and padding.shape != (batch,):
+        raise ValueError(f"decode: padding has the shape {tuple(padding.shape)}: expected a number for each of {batch}")
     if padding is not None:  # padding is another document: it sees itself, and nothing sees it
         at = torch.arange(position, end, device=tokens.device)
         starts = torch.where(at >= padding[:, None], padding[:, None], 0)

@@ -91,7 +91,8 @@ def embed(
 def norm(config: Shape, w: Tensor, x: Float[Tensor, "*B D"]) -> Float[Tensor, "*B D"]:
     """Computes RMSNorm over the last axis, in fp32 inside, and times a gain of a dtype of its own in that."""
     # in bf16 Hugging Face rounds once more, before the weight
-    return F.rms_norm(x.to(w.dtype), (x.shape[-1],), w, config.norm_eps).to(x.dtype)
+    wide = torch.promote_types(x.dtype, w.dtype)
+    return F.rms_norm(x.to(wide), (x.shape[-1],), w.to(wide), config.norm_eps).to(x.dtype)
 
 
 def attention(

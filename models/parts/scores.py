@@ -39,5 +39,5 @@ def scored(
 
 def _of_rows(scores: Float[Tensor, "N V"], targets: Int[Tensor, " N"]) -> tuple[Tensor, Tensor]:
     counts = targets != -100
-    of_target = scores.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    of_target = scores.gather(1, targets.where(counts, 0)[:, None])[:, 0]
     return (of_target - scores.logsumexp(1)) * counts, (of_target >= scores.amax(1)) | ~counts

@@ -26,6 +26,16 @@ def must_be_read(batch: Batch, more: tuple[str, ...] = ()) -> None:
             f"the batch has {found}: a loss of models reads {', '.join(first)} and {last}, and nothing else. Packed "
             "texts are told apart by `documents`, and targets of -100 do not count: leave out masks and positions"
         )
+    must_be_alike(batch["tokens"], batch["targets"])
+
+
+def must_be_alike(tokens: Tensor, targets: Tensor) -> None:
+    """Raises ValueError unless there is a target for each token [B, S]."""
+    first, second = (tuple(getattr(each, "shape", ())) for each in (tokens, targets))
+    if len(first) != 2 or first != second:
+        raise ValueError(
+            f"tokens have the shape {first}, targets {second}: expected tensors [B, S], a target for each token"
+        )
 
 
 class Parts(NamedTuple):

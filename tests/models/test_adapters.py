@@ -10,7 +10,7 @@ import torch
 
 import models
 import yafsdp_fn as ya
-from models import mixtral
+from models import llama, mixtral
 from tests.harness.oracle import compare
 from tests.harness.pool import Pools
 from tests.models.test_other_configs import SMALL
@@ -75,11 +75,30 @@ def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(
 
 
 def test_adapters_that_peft_has_not_are_refused(tmp_path: Path) -> None:
-    config = SMALL["mixtral"]
+    config, mesh = SMALL["mixtral"], ya.mesh(device="cpu")
     plain = ya.materialize(mixtral.params(config), seed=0)
-    adapted = ya.init(ya.lora(mixtral.params(config), 2), mesh=ya.mesh(device="cpu")).params
+    adapted = ya.init(ya.lora(mixtral.params(config), 2), mesh=mesh).params
     with pytest.raises(ValueError, match="these params have no adapters to save"):
         models.hf.save_adapters(tmp_path, config, plain)
     with pytest.raises(ValueError, match=r"peft has no adapter for block_sparse_moe.gate of a Mixtral; choose others"):
         models.hf.save_adapters(tmp_path, config, adapted)
     assert list(tmp_path.iterdir()) == []
+    # a gain that is trained, too
+    config = SMALL["llama"]
+    tree = ya.lora(llama.params(config), 2)
+    params = ya.init(tree, mesh=mesh).params
+    gain = {"input_layernorm.weight": ya.Param((config.layers, config.embed))}
+    more = ya.init(tree._replace(layers=ya.Stacked(tree.layers.tree | gain)), mesh=mesh).params
+    with pytest.raises(ValueError, match=r"layers.input_layernorm.weight are trained beside the adapters, and a file"):
+        models.hf.save_adapters(tmp_path, config, more)
+    # a model and an adapter in one directory, which are one model to transformers
+    models.hf.save(tmp_path / "model", config, params)
+    with pytest.raises(
+        ValueError, match=r"model: config.json is there. To transformers a directory with an adapter of"
+    ):
+        models.hf.save_adapters(tmp_path / "model", config, params)
+    models.hf.save_adapters(tmp_path / "alone", config, params)
+    with pytest.raises(ValueError, match=r"alone: adapter_config.json is there. To transformers a directory"):
+        models.hf.save(tmp_path / "alone", config, params)
+    with pytest.raises(ValueError, match=r"alone: adapter_config.json is there. To transformers a directory"):
+        models.hf.load(tmp_path / "alone")

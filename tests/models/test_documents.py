@@ -96,3 +96,13 @@ def test_keys_of_a_batch_that_a_loss_does_not_read_are_refused(name: str, keys: 
     family = models.of(config)
     with pytest.raises(ValueError, match=text):
         family.loss(config)(ya.materialize(family.params(config)), dict.fromkeys(keys, draw(2, 4, most=256)))
+
+
+def test_targets_of_another_shape_and_those_that_are_no_tokens_are_refused() -> None:
+    config = dataclasses.replace(models.CONFIGS["debug"], layers=1)
+    params, tokens = ya.materialize(llama.params(config)), draw(2, 4)
+    for work in (llama.loss(config), lambda params, batch: llama.score(config, params, **batch)):
+        with pytest.raises(ValueError, match=r"tokens have the shape \(2, 4\), targets \(4, 2\): expected tensors"):
+            work(params, {"tokens": tokens, "targets": tokens.T})  # as many, and of other tokens
+    with pytest.raises(RuntimeError, match="index -1 is out of bounds"):
+        llama.score(config, params, tokens, -tokens.sign())

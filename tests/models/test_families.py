@@ -86,5 +86,6 @@ def test_files_go_through_with_their_bits(pair: Pair, tmp_path: Path) -> None:
     compare(ya.materialize(lazy), params, 0.0, "files")
     again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info
+    assert again.config.bos_token_id is again.config.eos_token_id is None, "as in the first file, which has null"
     with torch.no_grad():
         assert torch.equal(again.eval()(draw(1, 60)).logits, pair.theirs(draw(1, 60)).logits)

@@ -15,7 +15,7 @@ import models
 import yafsdp_fn as ya
 from models import llama
 from tests.harness.oracle import compare
-from tests.models.theirs import TINY, their_model
+from tests.models.theirs import TINY, draw, their_model
 
 safetensors_torch = pytest.importorskip("safetensors.torch", reason="reads and writes safetensors")
 
@@ -81,6 +81,8 @@ def test_dtype_converts_and_is_recorded(tmp_path: Path) -> None:
     params = saved(tmp_path, dtype=torch.bfloat16)
     assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     compare(loaded(tmp_path), optree.tree_map(lambda leaf: leaf.bfloat16(), params), 0.0, "bits")
+    with pytest.raises(TypeError, match=r"dtype='bfloat16': expected None, or a dtype of torch such as"):
+        saved(tmp_path, dtype="bfloat16")
 
 
 def test_mixed_dtypes_stay_aligned(tmp_path: Path) -> None:
@@ -99,6 +101,8 @@ def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, mo
     original = StoredTensor.read
     monkeypatch.setattr(StoredTensor, "read", lambda self: (read.append(self.name), original(self))[1])
     _, lazy = llama.hf.load(tmp_path)
+    with pytest.raises(TypeError, match=r"weights are lazy, as models.hf.load gives them: ya.shard or ya.materialize"):
+        llama.logits(TINY, lazy, draw(1, 4))
     leaf = lazy.layers.tree["mlp.up_proj.weight"]
     assert read == [] and leaf.shape == (3, 40, 32) and leaf.dtype == torch.float32
     assert torch.equal(leaf.load(1), params.layers["mlp.up_proj.weight"][1])
@@ -113,6 +117,8 @@ def test_leftover_rotary_buffers_and_a_second_copy_of_a_tied_head_are_ignored(tm
         model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(4),
         lm_head__weight=params.embed["weight"].clone(),
     )
+    compare(loaded(tmp_path), params, 0.0, "bits")
+    edit_tensors(tmp_path, model__embed_tokens__weight=None)  # of which the second copy is the only one
     compare(loaded(tmp_path), params, 0.0, "bits")
 
 
@@ -135,6 +141,15 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_with_a_warning_as_
     compare(ya.materialize(models.hf.load(tmp_path / "again")[1]), params, 0.0, "bits")
 
 
+LLAMA3 = {
+    "type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 @pytest.mark.parametrize(
     ("rope", "theta", "scaling"),
     [
@@ -145,17 +160,12 @@ def test_a_tied_model_whose_files_hold_another_head_is_untied_with_a_warning_as_
         (
             {
                 "rope_theta": 5e5,
-                "rope_scaling": {
-                    "type": "llama3",
-                    "factor": 32.0,
-                    "low_freq_factor": 1.0,
-                    "high_freq_factor": 4.0,
-                    "original_max_position_embeddings": 8192,
-                },
+                "rope_scaling": LLAMA3,
             },
             5e5,
             llama.RopeScaling(factor=32.0),
         ),
+        ({"rope_parameters": {"rope_theta": 2e4}, "rope_scaling": LLAMA3}, 1e4, llama.RopeScaling(factor=32.0)),
     ],
 )
 def test_every_spelling_of_the_rotary_settings(
@@ -182,6 +192,10 @@ def test_the_first_llamas_had_neither_kv_heads_nor_head_dim(tmp_path: Path) -> N
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; models.llama computes 'default'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type 'llama3' without low_freq_factor, high"),
+        (
+            {"rope_scaling": LLAMA3, "original_max_position_embeddings": 8},
+            "original_max_position_embeddings has one val",
+        ),
         ({"hidden_size": ...}, "no hidden_size; expected the config of a LlamaForCausalLM"),
         ({"num_key_value_heads": 3}, "Config.kv_heads: 3 does not divide heads=4"),
         ({"num_hidden_layers": 1_000_000}, "a model of 1000000 layers, and the safetensors files hold 30 tensors"),
@@ -210,6 +224,8 @@ def test_what_ends_a_text_is_kept(tmp_path: Path) -> None:
     assert tokens.items() <= json.loads((tmp_path / "b" / "config.json").read_text()).items()
     assert json.loads((tmp_path / "b" / "generation_config.json").read_text()) == generation
     assert llama.hf.load(tmp_path / "b")[0] == config
+    (tmp_path / "b" / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    refused(tmp_path / "b", r"generation_config.json: eos_token_id is '</s>'; expected a token's number, or a list")
 
 
 def test_without_safetensors_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,6 +265,10 @@ def test_a_file_that_the_index_lists_is_gone(tmp_path: Path) -> None:
         (
             {"model__norm__weight": None, "model__layers__2__mlp__up_proj__weight": None},
             r"no model.layers.2.mlp.up_proj.weight \(and 1 more\) in any file, as config.json has it; copy the model",
+        ),
+        (
+            {"model__norm__weight": None, "norm__weight": torch.ones(32)},
+            r"no model.norm.weight in any file, as config.json has it; they hold norm.weight instead: is it another mo",
         ),
         ({"lm_head__weight": None}, r"no lm_head.weight in any file, .*; is the model tied"),
         (

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from models import llama
+from models.parts import layers
 from tests.models.theirs import TINY, draw
 
 
@@ -53,6 +54,17 @@ def test_decode_refusals(batch: int, position: int, dtype: torch.dtype, error: t
     cache = llama.init_cache(TINY, 1, 16, dtype)
     with pytest.raises(error, match=text):
         llama.decode(TINY, params, torch.zeros(batch, 4, dtype=torch.long), cache, position)
+
+
+def test_paddings_of_another_shape_are_refused() -> None:
+    cache = llama.init_cache(TINY, 2, 16)
+    with pytest.raises(ValueError, match=r"decode: padding has the shape \(1,\): expected a number for each of 2"):
+        llama.decode(TINY, made(), draw(2, 4), cache, 0, padding=draw(1))
+
+
+def test_a_gain_in_bf16_rounds_nothing_but_itself() -> None:
+    x, gain = torch.randn(3, 32), torch.ones(32)
+    assert torch.equal(layers.norm(TINY, gain.bfloat16(), x), layers.norm(TINY, gain, x))
 
 
 def test_a_block_alone_makes_the_table_of_the_first_positions() -> None:

@@ -118,6 +118,14 @@ def saved(root: Path, name: str, **changes: Any) -> Any:
     [
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window is True; models.qwen3 computes False only"),
         ("qwen3", {"rope_scaling": {"rope_type": "yarn"}}, "rope_type is 'yarn'; models.qwen3 computes 'default' and"),
+        (
+            "qwen3",
+            {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_parameters has settings for each kind",
+        ),
+        ("qwen3", {"quantization_config": {"bits": 4}}, "quantization_config is {'bits': 4}; a quantised model has to"),
+        ("mistral", {"layer_types": ["full_attention"] * 2}, "layer_types is ['full_attention', 'full_attention']; mo"),
+        ("gpt2", {"is_causal": False}, "is_causal is False; models.gpt2 computes True only"),
         ("mistral", {"sliding_window": -1}, "sliding_window: Config.window: expected a positive integer, got -1"),
         ("gpt2", {"activation_function": "relu"}, "activation_function is 'relu'; models.gpt2 computes 'gelu_new'"),
         ("gpt2", {"n_layer": ...}, "no n_layer; expected the config of a GPT2LMHeadModel"),
@@ -137,7 +145,8 @@ def test_what_files_leave_out_means_what_transformers_takes_it_for(tmp_path: Pat
         saved(tmp_path / name, name, **dict.fromkeys(keys, ...))
         return models.hf.load(tmp_path / name)[0]
 
-    assert left_out("mistral", "sliding_window", "rope_theta").window == 4096
+    found = left_out("mistral", "sliding_window", "rope_theta", "eos_token_id")
+    assert found.window == 4096 and found.generation == {"eos_token_id": 2}
     found = left_out("mixtral", "rope_theta", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
     assert found == dataclasses.replace(SMALL["mixtral"], rope_theta=1e6)
     saved(tmp_path / "none", "mistral", sliding_window=None)

@@ -18,7 +18,7 @@ from models import llama
 from tests.harness.pool import Pools
 from tests.models.theirs import their_model
 from train import sample
-from train.config import ConfigError
+from train.config import ConfigError, Lora
 from train.data.tokenizer import Bytes
 from train.sample import Config
 from train.trained import loaded
@@ -150,3 +150,11 @@ def test_directories_that_cannot_speak_are_named(directory: Path, tmp_path: Path
     models.hf.save(tmp_path, config, ya.materialize(lazy))
     with pytest.raises(ConfigError, match=r"no tokenizer is there; copy the model's tokenizer files"):
         loaded.load(loaded.Source(model=tmp_path, device="cpu"))
+
+
+@pytest.mark.parametrize(
+    ("of_generation", "ends"), [({}, {0, 5}), ({"generation_config": {"eos_token_id": 7}}, {0, 7})]
+)
+def test_what_ends_a_text_is_what_transformers_reads(of_generation: Any, ends: set[int]) -> None:
+    model = dataclasses.replace(MODEL, generation={"eos_token_id": [5], **of_generation})
+    assert loaded.Opened(Path(), "it", model, Bytes(), None, Lora()).ends == ends

@@ -208,6 +208,7 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
         exported(None, base / "runs" / "c", base / "runs" / "c")
     config, leaves = llama.hf.load(tmp_path / "hf")
     assert config.vocab == 256
+    assert config.generation["generation_config"] == {"eos_token_id": [0]}, "what ends a text, for transformers"
     merged = pools[1].run(whole, base / "runs" / "c")[0]
     for stored, kept in zip(optree.tree_leaves(ya.materialize(leaves)), merged, strict=True):
         assert torch.equal(stored, kept.float())

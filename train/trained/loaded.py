@@ -9,7 +9,7 @@ state = base.begin(tx, mesh, precision, ...)    # step 0 of a run that goes on f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -100,17 +100,16 @@ def _of_run(source: Source, mesh: DeviceMesh) -> Loaded:
     base = opened(folder)
     assert base.run is not None, "it has checkpoints"
     state = base.trained(mesh, source.step)
-    chat = chat_of(base.tokenizer) if isinstance(base.run, Tuning) else None
     return Loaded(
         f"{folder}, step {state.step}",
         base.model,
         state.params,
         base.tokenizer,
-        frozenset([base.tokenizer.end]) if chat is None else chat.stops,
+        base.ends,
         base.run.data.seq_len,
         setup.DTYPES[base.run.sharding.compute],
         mesh.device_type,
-        chat,
+        base.chat,
     )
 
 
@@ -124,11 +123,8 @@ def _of_directory(folder: Path, source: Source, mesh: DeviceMesh) -> Loaded:
         state = ya.shard(ya.frozen(lazy), mesh=mesh, precision=ya.Precision(compute=dtype))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--model: {error}") from error
-    tokenizer = _tokenizer(folder)
-    ends = {tokenizer.end, *_ends(model.generation), *_ends(model.generation.get("generation_config", {}))}
-    return Loaded(
-        str(folder), model, state.params, tokenizer, frozenset(ends), model.max_length, dtype, mesh.device_type
-    )
+    base = Opened(folder, str(folder), model, _tokenizer(folder), None, Lora())
+    return Loaded(base.name, model, state.params, base.tokenizer, base.ends, model.max_length, dtype, mesh.device_type)
 
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -139,11 +135,6 @@ def _tokenizer(folder: Path) -> tokenizers.Tokenizer:
     if not any((folder / name).is_file() for name in FILES):  # transformers would make an empty one
         raise ConfigError(f"{folder}: no tokenizer is there; copy the model's tokenizer files ({', '.join(FILES)})")
     return tokenizers.load(str(folder))
-
-
-def _ends(settings: Any) -> Iterable[int]:
-    found = settings.get("eos_token_id")
-    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 STORED = {"compute": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -180,6 +171,21 @@ class Opened:
     """The settings of the run; None for a Hugging Face directory."""
     lora: Lora
     """The run's own adapters."""
+
+    @property
+    def chat(self) -> Chat | None:
+        """The conversations of a run that was fine-tuned."""
+        return chat_of(self.tokenizer) if isinstance(self.run, Tuning) else None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that end a text: the tokenizer's, the conversations', and those that the directory's settings name,
+        as transformers reads them."""
+        generation: Any = self.model.generation
+        found = generation.get("generation_config", generation).get("eos_token_id")
+        several = found if isinstance(found, list) else [] if found is None else [found]
+        stops = frozenset([self.tokenizer.end]) if self.chat is None else self.chat.stops
+        return stops.union(several)
 
     def begin(
         self,
@@ -248,10 +254,10 @@ def opened(folder: Path, tokenizer: str = "") -> Opened:
 def _directory(folder: Path, tokenizer: str) -> Opened:
     try:
         model, _ = models.hf.load(folder)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{folder}: neither a run nor a model that can be read: {error}") from error
     try:
-        own = tokenizers.load(tokenizer or str(folder))
+        own = tokenizers.load(tokenizer) if tokenizer else _tokenizer(folder)
     except ConfigError as error:
         raise ConfigError(f"{error}; --tokenizer names another") if not tokenizer else error from None
     require(

@@ -50,7 +50,10 @@ def weight_files(root: Path) -> list[Path]:
 def read_json(file: Path) -> dict[str, Any]:
     """Reads a JSON object. Raises FileNotFoundError or ValueError that names the file."""
     if member(file.parent, file.name) is None:
-        raise FileNotFoundError(f"{file}: no such file; expected a Hugging Face model directory with a {file.name}")
+        raise FileNotFoundError(
+            f"{file}: no such file; expected a Hugging Face model directory with a {file.name}; "
+            "a model of the hub is downloaded by `hf download`"
+        )
     if (size := file.stat().st_size) > LONGEST_JSON:
         raise ValueError(f"{file}: it has {size} bytes; expected at most {LONGEST_JSON} of a {file.name}")
     try:
