@@ -16,12 +16,13 @@ import torch.distributed as dist
 
 import models
 import yafsdp_fn as ya
+from models.parts.config import Shape
 from train.command_line import cli
 from train.config import ConfigError
 from train.running import run, setup
 from train.settings import Config as Pretraining
 from train.settings import Tuning
-from train.trained.loaded import opened
+from train.trained.loaded import FILES, Opened, ends_of, opened
 from yafsdp_fn import checkpoint
 
 
@@ -55,6 +56,19 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+TOKENIZERS = (*FILES, "chat_template.jinja", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+"""Files of a tokenizer."""
+
+
+def speaking(base: Opened) -> Shape:
+    """The model, with the tokens that it was taught to end with: left unsaid, transformers takes others."""
+    ends = {"eos_token_id": sorted(base.ends | ends_of(base.model))}
+    found = {**base.model.generation, **ends}
+    if "generation_config" in found:
+        found["generation_config"] = {**found["generation_config"], **ends}
+    return dataclasses.replace(base.model, generation=found)
+
+
 def write(config: Config) -> str:
     """Writes the directory; a sentence about it. Every rank calls it."""
     if (config.out / "checkpoints").is_dir():
@@ -65,7 +79,9 @@ def write(config: Config) -> str:
     base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
     mesh = ya.mesh(device=setup.own_device(config.device))
     state = base.trained(mesh, config.step)
-    models.hf.save(config.out, base.model, state.params, dtype=setup.DTYPES[config.dtype])
+    models.hf.save(config.out, speaking(base), state.params, dtype=setup.DTYPES[config.dtype])
     if int(os.environ.get("RANK", 0)) == 0:
+        for name in TOKENIZERS:  # of a model that was there: bytes write none in their place
+            (config.out / name).unlink(missing_ok=True)
         base.tokenizer.save(config.out)
     return f"{config.out}: {base.model.num_parameters / 1e6:.2f}M parameters of {base.folder}, step {state.step}"

@@ -169,6 +169,7 @@ def test_a_run_of_before_says_what_is_missing(mine: Path) -> None:
     found = page(mine)
     assert "<h1>x&lt;i&gt;&amp;</h1>" in found.raw
     assert "it has no events.jsonl" in found.text and "it has no timeline.json" in found.text
+    assert main([str(mine), "--cluster", "h100-80g"]) == 2, "it would be left unused"
 
 
 def test_runs_that_ended_otherwise(mine: Path) -> None:

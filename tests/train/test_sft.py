@@ -23,7 +23,7 @@ from tests.harness.pool import Pools
 from tests.train.data.test_sources import Numbered
 from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, speak, text, tiny, tuned, without
 from train import export
-from train.config import Chats, ConfigError
+from train.config import Chats, ConfigError, Lora
 from train.config_json import from_json
 from train.data.conversations import ByteChat, Conversations
 from train.data.rows import Place, Rows, batches
@@ -31,7 +31,7 @@ from train.data.store import Packed, tokenised
 from train.data.tokenizer import Bytes
 from train.running import loop, run
 from train.settings import Config, Tuning
-from train.trained.loaded import opened
+from train.trained.loaded import Opened, opened
 
 CPU = torch.device("cpu")
 ALONE = Place(0, 1, CPU)
@@ -201,11 +201,19 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
     adapters = (*adapters, "--sharding.compute", "bfloat16")
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", *adapters)))
     fine(pools[2].run(tuned, (*chat_flags(base), *more, "--name", "c", "--resume", "--steps", "5")))
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "tokenizer.json").write_text("of a model that was there")
     pools[2].run(exported, base / "runs" / "c", tmp_path / "hf")
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
     with pytest.raises(ConfigError, match=r"is the folder of a run: the model's config\.json would replace that of"):
         exported(None, base / "runs" / "c", base / "runs" / "c")
     config, leaves = llama.hf.load(tmp_path / "hf")
-    assert config.vocab == 256
+    assert config.vocab == 256 and config.generation == {"eos_token_id": [0]}
+    told = {"eos_token_id": 7, "generation_config": {"eos_token_id": [9], "top_k": 3}}
+    model = dataclasses.replace(config, generation=told)
+    opened_of = Opened(tmp_path, "it", model, Bytes(), None, Lora())
+    spoken = {"eos_token_id": [0, 7, 9], "generation_config": {"eos_token_id": [0, 7, 9], "top_k": 3}}
+    assert export.speaking(opened_of).generation == spoken
     merged = pools[1].run(whole, base / "runs" / "c")[0]
     for stored, kept in zip(optree.tree_leaves(ya.materialize(leaves)), merged, strict=True):
         assert torch.equal(stored, kept.float())

@@ -140,6 +140,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         where = folder / "checkpoints" / folder_name(state.step) / MANIFEST
         run.checked(extra, job.training, config.seed, str(where))
         position, kept = extra["position"], extra.get("spikes", [])
+        if here.leads:
+            run.compared(folder, config, extra, job.heldout, state.step, warn)
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, job.text) or schedule
     loss_of = partial(models.of(job.model).loss, axes=setup.axes(config.stages, job.model, seq_len))
@@ -217,7 +219,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
                 if evaluates:
                     report.evaluation(state.step, *evaluation.loss(state))
                 if keeps and saves.accepts(state.step, evaluation.sound(state, batch), ends):
-                    saves.save(state, run.extra(config, job.text, reader.position, spikes), ends)
+                    extra = run.extra(config, job.text, job.heldout, reader.position, spikes)
+                    saves.save(state, extra, ends)
                 meter.restart()
         recorded_step.write()
         if config.calibrate and not stopped:

@@ -9,7 +9,8 @@ state = base.begin(tx, mesh, precision, lora)   # step 0 of a run that goes on f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -50,6 +51,8 @@ class Source:
     def __post_init__(self) -> None:
         require(self.run is None or self.model is None, "run and model: a model comes from one of the two")
         require(self.step is None or self.model is None, "step: checkpoints are of runs, not of a directory")
+        own = self.model is None and self.compute != "auto"
+        require(not own, f"compute is {self.compute}: a run has its own, and only a directory (--model) takes another")
 
 
 class Loaded(NamedTuple):
@@ -99,14 +102,13 @@ def _of_run(source: Source, mesh: DeviceMesh) -> Loaded:
     folder = source.run or run.newest(source.runs, Config, Tuning)
     base = opened(folder)
     assert base.run is not None, "it has checkpoints"
-    state = base.trained(mesh, source.step)
-    chat = chat_of(base.tokenizer) if isinstance(base.run, Tuning) else None
+    state, chat = base.trained(mesh, source.step), base.chat
     return Loaded(
         f"{folder}, step {state.step}",
         base.model,
         state.params,
         base.tokenizer,
-        frozenset([base.tokenizer.end]) if chat is None else chat.stops,
+        base.ends,
         base.run.data.seq_len,
         setup.DTYPES[base.run.sharding.compute],
         mesh.device_type,
@@ -125,10 +127,8 @@ def _of_directory(folder: Path, source: Source, mesh: DeviceMesh) -> Loaded:
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"--model: {error}") from error
     tokenizer = _tokenizer(folder)
-    ends = {tokenizer.end, *_ends(model.generation), *_ends(model.generation.get("generation_config", {}))}
-    return Loaded(
-        str(folder), model, state.params, tokenizer, frozenset(ends), model.max_length, dtype, mesh.device_type
-    )
+    ends = ends_of(model) | {tokenizer.end}
+    return Loaded(str(folder), model, state.params, tokenizer, ends, model.max_length, dtype, mesh.device_type)
 
 
 FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -141,9 +141,11 @@ def _tokenizer(folder: Path) -> tokenizers.Tokenizer:
     return tokenizers.load(str(folder))
 
 
-def _ends(settings: Any) -> Iterable[int]:
-    found = settings.get("eos_token_id")
-    return found if isinstance(found, list) else [] if found is None else [found]
+def ends_of(model: Shape) -> frozenset[int]:
+    """Tokens that end a text, by the settings of a directory."""
+    every = model.generation, model.generation.get("generation_config", {})
+    found = [settings["eos_token_id"] for settings in every if settings.get("eos_token_id") is not None]
+    return frozenset(token for each in found for token in (each if isinstance(each, list) else [each]))
 
 
 STORED = {"compute": None, "bfloat16": torch.bfloat16, "int8": torch.int8}
@@ -180,6 +182,16 @@ class Opened:
     """The settings of the run; None for a Hugging Face directory."""
     lora: Lora
     """The run's own adapters."""
+
+    @cached_property
+    def chat(self) -> Chat | None:
+        """The conversations of a run that was fine-tuned on some."""
+        return chat_of(self.tokenizer) if isinstance(self.run, Tuning) else None
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """Tokens that the model ends what it says with."""
+        return frozenset([self.tokenizer.end]) if self.chat is None else self.chat.stops
 
     def begin(
         self,

@@ -154,6 +154,18 @@ def test_other_content_of_the_same_size_is_noticed_on_resume(runs: Runs, tmp_pat
         assert "ConfigError: --resume: the text is not that of the run" in one.error
 
 
+def test_another_rate_and_other_held_out_text_are_told_on_resume(runs: Runs, tmp_path: Path) -> None:
+    held = tmp_path / "held.txt"
+    held.write_text("0123456789" * 20)
+    evaluated = ("--data.heldout-files", str(held), "--eval-every", "4")
+    runs(2, *evaluated, given=(killed, 6))
+    assert [one.err for one in runs.fine(2, *evaluated, "--resume")] == ["", ""]
+    held.write_text("9876543210" * 20)
+    leads, other = runs.fine(2, *evaluated, "--resume", "--steps", "14")
+    assert "warning: after step 12 the learning rate is 2.27e-04, not 1.00e-04: --steps or" in leads.err
+    assert "warning: the held-out rows are not what they were" in leads.err and other.err == ""
+
+
 def test_what_is_refused_changes_no_run(runs: Runs) -> None:
     (fails,) = runs(1, "--sharding.schedule", "nowhere.py:f")
     assert "there is no file nowhere.py" in fails.error
