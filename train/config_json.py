@@ -47,7 +47,11 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     """Turns JSON's `value` into the `kind` that the setting `name` is declared with."""
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, f"{name}.")
-    return Path(typed_at(name, str, value)) if kind is Path else typed_at(name, kind, value)
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        return tuple(_value(typing.get_args(kind)[0], each, f"{name}[{at}]") for at, each in enumerate(value))
+    if kind in (str, Path) and isinstance(value, str):  # a file's name may be no UTF-8, of which the schema takes none
+        return kind(value)
+    return typed_at(name, str if kind is Path else kind, value)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:
