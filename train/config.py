@@ -80,6 +80,12 @@ class Tables:
                 value = getattr(self, field.name)
                 said = f"data.{field.name} is {value!r}, and there are no data.datasets"
                 require(value == field.default, said)
+        (split, _, some), (held, _, others) = self.split.partition("["), self.heldout_split.partition("[")
+        require(
+            split != held or bool(some and others and some != others),
+            f"data.heldout_split is {self.heldout_split!r}, data.split {self.split!r}: what is held out is trained on; "
+            "name another split, or parts of one, as train[:95%] and train[95%:]",
+        )
         held_twice = bool(self.heldout_split and self.heldout_files)
         require(not held_twice, "data.heldout_split and data.heldout_files both name the held-out text: one of them")
 

@@ -6,11 +6,12 @@ import dataclasses
 import json
 import typing
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from train.config import ConfigError, require
 from train.settings import Settings
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.schema import typed_at
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Settings)
@@ -47,16 +48,10 @@ def _value(kind: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(kind):
         return _build(typing.cast(type, kind), value, f"{name}.")
     if typing.get_origin(kind) is tuple and isinstance(value, list):
-        return tuple(_value(typing.get_args(kind)[0], each, name) for each in value)
-    if typing.get_origin(kind) is Literal and value in typing.get_args(kind):
-        return value
-    if kind is Path and isinstance(value, str):
-        return Path(value)
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if kind in (int, bool, str) and type(value) is kind:
-        return value
-    raise ConfigError(f"{name} is {value!r:.60}: expected {getattr(kind, '__name__', kind)}, as `--help` has it")
+        return tuple(_value(typing.get_args(kind)[0], each, f"{name}[{at}]") for at, each in enumerate(value))
+    if kind in (str, Path) and isinstance(value, str):  # a file's name may be no UTF-8, of which the schema takes none
+        return kind(value)
+    return typed_at(name, str if kind is Path else kind, value)
 
 
 def flat(config: Any, prefix: str = "") -> dict[str, Any]:

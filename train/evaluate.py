@@ -59,6 +59,8 @@ class Config:
         if self.limit is not None:
             counts(self, limit=1)
         require(bool(self.text or self.choices or self.tasks), "nothing to measure: give --text, --choices or --tasks")
+        asked = bool(self.choices or self.tasks)
+        require(asked or self.limit is None, "limit is of --choices and --tasks: a text is measured as a whole")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -171,7 +173,7 @@ class Accuracy(NamedTuple):
 def read_questions(file: Path) -> list[Question]:
     """Raises ConfigError that names the line."""
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8").split("\n")  # JSON has other ends of lines inside of texts
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--choices {file}: cannot be read: {error}") from error
     found = [_question(f"--choices {file}: line {at}", line) for at, line in enumerate(lines, 1) if line.strip()]
@@ -254,7 +256,7 @@ def read_texts(patterns: Sequence[str]) -> dict[str, str]:
         require(bool(files), f"--text {pattern}: no such file")
         for file in files:
             try:
-                found[str(file)] = file.read_text(encoding="utf-8")
+                found[str(file)] = file.read_bytes().decode()  # with the ends of lines that are there, as in training
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"--text {file}: cannot be read as UTF-8 text: {error}") from error
             require(bool(found[str(file)]), f"--text {file}: it is empty")

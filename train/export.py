@@ -21,7 +21,7 @@ from train.config import ConfigError
 from train.running import run, setup
 from train.settings import Config as Pretraining
 from train.settings import Tuning
-from train.trained.loaded import opened
+from train.trained.loaded import FILES, opened
 from yafsdp_fn import checkpoint
 
 
@@ -55,6 +55,10 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+TOKENIZERS = (*FILES, "chat_template.jinja", "merges.txt", "special_tokens_map.json", "added_tokens.json")
+"""Files of a tokenizer."""
+
+
 def write(config: Config) -> str:
     """Writes the directory; a sentence about it. Every rank calls it."""
     if (config.out / "checkpoints").is_dir():
@@ -70,5 +74,7 @@ def write(config: Config) -> str:
     model = dataclasses.replace(base.model, generation=generation)
     models.hf.save(config.out, model, state.params, dtype=setup.DTYPES[config.dtype])
     if int(os.environ.get("RANK", 0)) == 0:
+        for name in TOKENIZERS:  # of a model that was there: bytes write none in their place
+            (config.out / name).unlink(missing_ok=True)
         base.tokenizer.save(config.out)
     return f"{config.out}: {base.model.num_parameters / 1e6:.2f}M parameters of {base.folder}, step {state.step}"

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import tyro
 from rich.text import Text
 
-from train.command_line import cli
+from train.command_line import cli, say_apart
 from train.config import ConfigError, require
 from train.running.report import Terminal
 from train.trained.generate import Drawing, generate
@@ -59,6 +59,9 @@ def show(config: Config, loaded: Loaded) -> None:
     """Rank 0 writes."""
     console = Terminal(quiet=dist.get_rank() != 0)
     prompts = [loaded.tokens(prompt) for prompt in config.prompt]
+    spelt = [written for written in loaded.tokenizer.special if any(written in prompt for prompt in config.prompt)]
+    if spelt and loaded.chat is None and not console.quiet:
+        say_apart(f"warning: a prompt spells {' '.join(spelt)}: it is read as text, as in documents, not as that token")
     if config.json:
         for text, prompt, added in zip(config.prompt, prompts, continued(config, loaded, prompts), strict=True):
             line = {"prompt": text, "text": loaded.text(prompt, added), "tokens": added}

@@ -130,7 +130,8 @@ def test_what_recomputes(remat: str, again: int, copies: int) -> None:
 
 
 def test_json_round_trip(tmp_path: Path) -> None:
-    config = Config(name="x", runs=tmp_path, data=Data(files=("a", "b"), seq_len=3), optim=Optim(b2=0.5), device="cpu")
+    files = ("a", "no UTF-8: \udcff")
+    config = Config(name="x", runs=tmp_path, data=Data(files=files, seq_len=3), optim=Optim(b2=0.5), device="cpu")
     path = tmp_path / "config.json"
     path.write_text(to_json(config))
     assert from_json(path, Config) == config

@@ -150,6 +150,16 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         evaluate.read_questions(tmp_path / "empty")
     with pytest.raises(ConfigError, match="nothing to measure"):
         evaluate.Config()
+    with pytest.raises(ConfigError, match="limit is of --choices and --tasks"):
+        evaluate.Config(text=("a",), limit=3)
+
+
+def test_what_is_measured_is_what_the_files_hold(tmp_path: Path) -> None:
+    """Ends of lines as they are, as in training; and those inside of JSON's texts end no line."""
+    (tmp_path / "a").write_bytes(b"one\r\ntwo\r\n")
+    assert list(evaluate.read_texts([f"{tmp_path}/a"]).values()) == ["one\r\ntwo\r\n"]
+    (tmp_path / "q").write_bytes('{"question": "a\u2028b", "choices": ["c", "d"], "answer": 1}\r\n'.encode())
+    assert evaluate.read_questions(tmp_path / "q") == [evaluate.Question("a\u2028b", ("c", "d"), 1)]
 
 
 def shown(mesh: Any, *flags: str) -> str:

@@ -169,6 +169,7 @@ def test_a_run_of_before_says_what_is_missing(mine: Path) -> None:
     found = page(mine)
     assert "<h1>x&lt;i&gt;&amp;</h1>" in found.raw
     assert "it has no events.jsonl" in found.text and "it has no timeline.json" in found.text
+    assert main([str(mine), "--cluster", "h100-80g"]) == 2, "it would be left unused"
 
 
 def test_runs_that_ended_otherwise(mine: Path) -> None:
@@ -190,7 +191,9 @@ def test_runs_that_ended_otherwise(mine: Path) -> None:
     assert "warning: step 3: <not> finite" in failed
     assert "Stopped after step 7 of 12; --name x<i>& --resume goes on" in said(start, end)
     assert "end, after step 12" in page(mine).text
-    assert "start, from step 4, restart 1" in said(start, start | {"step": 4, "attempt": 1}, end)
+    killed_first = said(start, start | {"step": 4, "attempt": 1}, end)
+    assert "start, from step 4, restart 1" in killed_first
+    assert "2 starts, 1 without an end and not counted" in killed_first
 
 
 def spoilt(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:

@@ -87,6 +87,7 @@ def test_settings_that_cannot_work_are_named(tmp_path: Path) -> None:
         (lambda: Drawing(top_k=-1), "top_k is -1"),
         (lambda: Drawing(top_p=0.0), "top_p is 0.0"),
         (lambda: loaded.Source(run=tmp_path, model=tmp_path), "a model comes from one of the two"),
+        (lambda: loaded.Source(run=tmp_path, compute="bfloat16"), "compute is bfloat16: a run has its own"),
         (lambda: added(gpt2, params, ["x", "12345678"]), "prompt 2: 8 tokens and 16 more pass 20 positions"),
     ]
     for make, text in cases:
@@ -123,6 +124,13 @@ def spoken(mesh: Any, *flags: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in out.getvalue().splitlines()]
 
 
+def warned(mesh: Any, *flags: str) -> str:
+    err = io.StringIO()
+    with contextlib.redirect_stderr(err):
+        spoken(mesh, *flags)
+    return err.getvalue()
+
+
 def test_a_directory_speaks_as_transformers_has_it_on_one_rank_and_on_two(pools: Pools, directory: Path) -> None:
     import transformers
 
@@ -140,6 +148,8 @@ def test_a_directory_speaks_as_transformers_has_it_on_one_rank_and_on_two(pools:
     drawn = [*flags, "--temperature", "1.5", "--top-p", "0.9"]
     (alone,), (first, second) = pools[1].run(spoken, *drawn), pools[2].run(spoken, *drawn)
     assert first == alone and second == [], "rank 0 speaks"
+    told = pools[2].run(warned, "--model", str(directory), "--prompt", "a <end>", "--length", "1")
+    assert told == ["warning: a prompt spells <end>: it is read as text, as in documents, not as that token\n", ""]
 
 
 def test_directories_that_cannot_speak_are_named(directory: Path, tmp_path: Path) -> None:

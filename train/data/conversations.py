@@ -35,6 +35,7 @@ import re
 import signal
 import threading
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -44,7 +45,7 @@ import torch
 from train.config import ConfigError
 from train.data.documents import Messages
 from train.data.rows import Indexed, Row
-from train.data.store import Notes, Store, digest_of, kept
+from train.data.store import Notes, Store, digest_of, kept, told
 from train.data.tokenizer import Bytes, Pretrained, Tokenizer, Tokens
 from yafsdp_fn.util.words import counted
 
@@ -122,8 +123,14 @@ class TemplateChat:
         self._template = str(self._inner.chat_template)
         self._marks = re.search(r"\{%-?\s*generation\s*-?%\}", self._template) is not None
         said = self.encode([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}])
-        special = {token for token, added in self._inner.added_tokens_decoder.items() if added.special}
-        self.stops = frozenset({tokenizer.end, *special.intersection(said.tokens[said.learnt].tolist())})
+        special = {*tokenizer.special.values()}
+
+        def silent(token: int) -> bool:
+            return token in special or not tokenizer.decode([token]).strip()
+
+        # behind the last word: by some templates the assistant says <|im_start|>assistant before its first one
+        behind = takewhile(silent, reversed(said.tokens[said.learnt].tolist()))
+        self.stops = frozenset({tokenizer.end, *special.intersection(behind)})
 
     def encode(self, messages: Messages) -> Encoded:
         if self._marks:
@@ -217,16 +224,21 @@ class Conversations(Indexed):
     ) -> Conversations:
         """Returns those of one source after the other. Raises ConfigError, naming the conversation, where one cannot be
         written."""
-        label = "; ".join(source.label for source in sources)
+        label, special = "; ".join(source.label for source in sources), list(tokenizer.special)
 
         def arrays(notes: Notes) -> Iterator[Tokens]:
             for number, messages in enumerate((each for source in sources for each in source.conversations()), 1):
+                if not messages:
+                    notes[UNANSWERED] += 1
+                    continue
                 try:
                     tokens, learnt = chat.encode(messages)
                 except ConfigError as error:
                     raise ConfigError(f"{name}: {label}: conversation {number}: {error}") from error
                 if count := int(learnt[1:].sum()):
                     notes[LEARNT] += count
+                    notes[ENDLESS] += chat.stops.isdisjoint(tokens[learnt].tolist())
+                    notes[SPELT] += any(written in part["content"] for part in messages for written in special)
                     yield np.where(learnt, -1 - tokens.astype(np.int32), tokens)
                 else:
                     notes[UNANSWERED] += 1
@@ -248,9 +260,7 @@ class Conversations(Indexed):
         notes = self.store.notes + self.rows.notes
         filled = notes[PLACES] / max(1, self.count * self.seq_len)
         conversations, rows = counted(len(self.store.ends), "conversation"), counted(self.count, "row")
-        said = f"{conversations} in {rows}, {filled:.0%} full"
-        if silent := notes[UNANSWERED]:
-            said += f", {silent:,} without an answer left out"
+        said = f"{conversations} in {rows}, {filled:.0%} full{told(notes, SAID)}"
         if long := notes[LONG]:
             said += f", {long:,} longer than a row: {notes[BLIND] / notes[LEARNT]:.1%} of what is learnt is in "
             said += f"{counted(notes[LATER], 'later piece')}, which do not see those before"
@@ -275,6 +285,12 @@ class Conversations(Indexed):
 
 
 LEARNT, UNANSWERED = "tokens learnt", "conversations without an answer"
+ENDLESS, SPELT = "conversations without a learnt end", "conversations that spell a special token"
+SAID = {
+    UNANSWERED: "without an answer left out",
+    SPELT: "whose text spells a special token, and has it then",
+    ENDLESS: "in which no end is learnt: the template puts none into what the assistant says",
+}
 PLACES, LONG, LATER = "places filled", "conversations longer than a row", "pieces after a first one"
 BLIND, IDLE = "tokens learnt in pieces after a first one", "pieces without an answer"
 """Counts in the notes of stores."""

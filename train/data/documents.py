@@ -29,6 +29,8 @@ from yafsdp_fn.util.words import counted
 KINDS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text", ".arrow": "arrow"}
 """Suffix of a local file: the reader of `datasets`. Of .txt a line is a document. Each may be compressed, too."""
 COMPRESSED = {".gz", ".zst", ".xz", ".bz2"}
+NO_TEXT = {".jsonl", ".parquet", ".arrow"} | COMPRESSED
+"""Suffixes of files whose bytes are not the text that is in them."""
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -46,7 +48,7 @@ class Documents(Protocol):
         ...
 
     def texts(self) -> Iterator[str]:
-        """All of them, in order, the empty ones left out."""
+        """All of them, in order. Empty ones may be among them."""
         ...
 
 
@@ -93,8 +95,8 @@ class Table:
     @staticmethod
     def of(source: str, column: str) -> Table:
         """Local files where `source` looks like some, else a name."""
-        folder = Path(source).expanduser().is_dir()
-        if _kind(Path(source)) or any(sign in source for sign in "*?[") or folder:
+        there = Path(source).expanduser().exists()
+        if _kind(Path(source)) or any(sign in source for sign in "*?[") or there:
             return Table.local((source,), column, "data.datasets")
         return Table(source, (), column)
 
@@ -165,16 +167,16 @@ class Table:
             if self.column not in row:
                 there = ", ".join(map(repr, row))
                 raise ConfigError(f"{self.label}: there is no column {self.column!r}; there are {there}: --data.column")
-            if (found := self._checked(row[self.column])) and self._mine(found):
+            if self._mine(found := self._checked(row[self.column])):
                 yield found, (lambda: json.loads(json.dumps(dataset.state_dict())))
 
     def _checked(self, value: Any) -> Any:
-        """The column's value; nothing where there is none."""
-        if self.holds == "messages" and value:
-            return checked(value, f"{self.label}: column {self.column!r}")
+        """The column's value; where there is none, an empty text, or no messages."""
+        if self.holds == "messages":
+            return checked(value, f"{self.label}: column {self.column!r}") if value else []
         if value is not None and not isinstance(value, str):
             raise ConfigError(f"{self.label}: column {self.column!r} holds {value!r:.60}: expected text")
-        return value
+        return value or ""
 
     def _mine(self, found: Any) -> bool:
         text = found if isinstance(found, str) else json.dumps(found)
@@ -214,7 +216,28 @@ def checked(value: object, where: str) -> Messages:
         raise ConfigError(
             f'{where}: {json.dumps(value, default=str):.80}: expected [{{"role": ..., "content": ...}}, ...]'
         )
+    if more := sorted({name for part in parts for name, value in part.items() if name in MEANT and value is not None}):
+        raise ConfigError(
+            f"{where}: messages also have {', '.join(more)}, which a model would be taught without: only role and "
+            "content are read. Write them into the content, or leave those messages out"
+        )
     return messages
+
+
+MEANT = frozenset(
+    (
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "name",
+        "weight",
+        "train",
+        "thinking",
+        "reasoning_content",
+        "images",
+    )
+)
+"""Fields of messages, beside role and content, that say what is learnt; any others are taken for notes."""
 
 
 def _kind(path: Path) -> str | None:
@@ -242,8 +265,16 @@ def split(config: Sources) -> tuple[list[Path], list[Path]]:
     found = expand(config.files, "data.files") if config.files else standard_library()
     if config.heldout_files:
         heldout = expand(config.heldout_files, "data.heldout_files")
-        return [path for path in found if path not in set(heldout)], heldout
-    return halves_of(found, config.heldout_fraction)
+        found = [path for path in found if path not in set(heldout)]
+    else:
+        found, heldout = halves_of(found, config.heldout_fraction)
+    for path in (*found, *heldout):
+        if path.suffix in NO_TEXT:
+            raise ConfigError(
+                f"data.files: {path} is a table, or compressed, and would be read as if it were text: --data.datasets "
+                "reads rows of such files; leave it out, or unpack it"
+            )
+    return found, heldout
 
 
 def halves_of(found: Sequence[Path], fraction: float) -> tuple[list[Path], list[Path]]:

@@ -24,7 +24,7 @@ import torch
 
 from train.config import ConfigError, own_function, require
 from train.data.documents import fingerprint
-from train.data.rows import Cursor, Indexed, Position, Row, count
+from train.data.rows import Count, Cursor, Indexed, Position, Row, typed_as
 from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, amount, digest_of, kept, read
 from train.data.stream import Gathered
 from train.data.tokenizer import Tokenizer, Tokens
@@ -369,7 +369,7 @@ def _place(position: Position) -> tuple[int, Any, int]:
     if not isinstance(place, list) or len(place) != 3:
         raise ConfigError(f"expected a place of a pipeline, got {position!r:.60}")
     epoch, state, passed = place
-    return count(epoch, "its epoch"), state, count(passed, "the number of rows passed")
+    return typed_as(Count, epoch, "its epoch"), state, typed_as(Count, passed, "the number of rows passed")
 
 
 ADDRESS = re.compile(r"\S+( object)? at 0x[0-9a-f]+")

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from train.config import MANY, ConfigError, require
 from yafsdp_fn.communication.cuda_streams import begin_thread
 from yafsdp_fn.communication.groups import MeshRanks
+from yafsdp_fn.util.schema import Limits, typed_at
 from yafsdp_fn.util.words import counted
 
 Row = dict[str, Tensor]
@@ -43,10 +44,15 @@ Position = Any
 """A place in the text that JSON can hold: an integer, or where streams are among the rows, a dict."""
 
 
-def count(value: Any, what: str) -> int:
-    """One of a position, which comes from a checkpoint, and so from other people."""
-    require(type(value) is int and 0 <= value < 2**62, f"{what} is {value!r:.60}, expected a count")
-    return int(value)
+Count = Annotated[int, Limits(0, 2**62)]
+
+
+def typed_as(kind: Any, value: Any, what: str) -> Any:
+    """`value` as a `kind` of `yafsdp_fn.util.schema`: it comes from a checkpoint, and so from other people."""
+    try:
+        return typed_at(what, kind, value)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 class Cursor(Protocol):
@@ -108,7 +114,7 @@ class Indexed(ABC):
     def describe(self) -> str: ...
 
     def cursor(self, position: Position, seed: int) -> Cursor:
-        return _Shuffled(self, count(position, "the number of rows passed"), seed)
+        return _Shuffled(self, typed_as(Count, position, "the number of rows passed"), seed)
 
     def require(self, rows: int, why: str) -> None:
         if self.count < rows:
@@ -241,7 +247,7 @@ class _Dealt:
         places: Any = known.get("sources")
         require(isinstance(places, list) and len(places) == len(mixed.sources), "expected a place in each source")
         self._rows, self._shares, self._seed = (
-            count(known.get("rows"), "the number of rows passed"),
+            typed_as(Count, known.get("rows"), "the number of rows passed"),
             shares(mixed.weights),
             seed,
         )

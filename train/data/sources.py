@@ -40,7 +40,8 @@ class Opening:
 
     def rows(self, name: str, found: Documents) -> Rows:
         config = self.config
-        if name == HELDOUT and not self.heldout_rows:
+        none_held = isinstance(found, Table) and found.side == "held-out" and not found.fraction
+        if name == HELDOUT and (none_held or not self.heldout_rows):
             return Gathered(HELDOUT, (), "")
         if not (config.streaming and isinstance(found, Table)):
             return self.packed(name, found)
@@ -114,9 +115,11 @@ def halves(config: Tables, source: str, **more: Any) -> tuple[Table, Table]:
     if config.heldout_split:
         return table, dataclasses.replace(table, split=config.heldout_split)
     if config.heldout_files and not getattr(config, "files", ()):  # of text, where there are text files
-        return table, dataclasses.replace(
-            Table.local(config.heldout_files, config.column, "data.heldout_files"), **more
-        )
+        heldout = dataclasses.replace(Table.local(config.heldout_files, config.column, "data.heldout_files"), **more)
+        left = tuple(path for path in table.paths if path not in heldout.paths)
+        if table.paths and not left:
+            raise ConfigError(f"data.heldout_files name all files of {source!r}: none is left to train on")
+        return dataclasses.replace(table, paths=left), heldout
     fraction = config.heldout_fraction
     training, heldout = (dataclasses.replace(table, fraction=fraction, side=side) for side in ("training", "held-out"))
     return training, heldout

@@ -25,7 +25,7 @@ import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -43,8 +43,19 @@ from yafsdp_fn.util.words import counted
 
 Notes = Counter[str]
 
-DAMAGED = "damaged"
-"""A note: documents with U+FFFD, which stands for bytes that are no UTF-8, here or where the text was made."""
+DAMAGED, UNKNOWN, EMPTY = "damaged", "unknown", "empty"
+SAID = {
+    DAMAGED: "of them with U+FFFD, which bytes become that are no UTF-8",  # here, or where the text was made
+    UNKNOWN: "tokens that stand for what the tokenizer does not know",
+    EMPTY: "without text left out",
+}
+"""Words of notes, behind their number."""
+
+
+def told(notes: Notes, words: Mapping[str, str]) -> str:
+    """Says what was counted, as far as there is any of it."""
+    return "".join(f", {notes[name]:,} {said}" for name, said in words.items() if notes[name])
+
 
 AT_ONCE = 512
 """Documents that go through the tokenizer together."""
@@ -70,10 +81,7 @@ class Store:
         return self.tokens[self.ends[index - 1] if index else 0 : self.ends[index]]
 
     def describe(self) -> str:
-        said = f"{amount(len(self.tokens))} in {counted(len(self.ends), 'document')}"
-        if damaged := self.notes[DAMAGED]:
-            said += f", {damaged:,} of them with U+FFFD, which bytes become that are no UTF-8"
-        return said
+        return f"{amount(len(self.tokens))} in {counted(len(self.ends), 'document')}{told(self.notes, SAID)}"
 
     def halves(self, count: int) -> tuple[Store, Store]:
         """The first `count` documents, and the others."""
@@ -87,8 +95,12 @@ def tokenised(documents: Documents, tokenizer: Tokenizer, cache: Path) -> Store:
 
     def arrays(notes: Notes) -> Iterator[Tokens]:
         for text, tokens in encoded(documents.texts(), tokenizer):
-            notes[DAMAGED] += "\ufffd" in text
-            yield tokens
+            if text:
+                notes[DAMAGED] += "\ufffd" in text
+                notes[UNKNOWN] += int((tokens[:-1] == tokenizer.unknown).sum())
+                yield tokens
+            else:
+                notes[EMPTY] += 1
 
     return kept(documents.label, (documents.key(), tokenizer.fingerprint()), arrays, _dtype(tokenizer), cache)
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from train.config import ConfigError, require
 from train.data.documents import Table
-from train.data.rows import Cursor, Indexed, Position, Row, count, permutation
+from train.data.rows import Count, Cursor, Indexed, Position, Row, permutation, typed_as
 from train.data.store import Packing, digest_of, encoded, packed_row, stream_row
 from train.data.tokenizer import Tokenizer, Tokens
 from yafsdp_fn.util.words import counted
@@ -35,10 +35,17 @@ class Place(NamedTuple):
     block: the dataset's state at its start, None at an epoch's; passed: documents of it
     """
 
-    epoch: int
-    number: int
-    block: Any
-    passed: int
+    epoch: Count
+    number: Count
+    block: dict[str, Any] | None
+    passed: Count
+
+
+class Passed(NamedTuple):
+    """A position: the document that comes next, and how many of its tokens are passed."""
+
+    place: Place
+    tokens: Count
 
 
 START = Place(0, 0, None, 0)
@@ -56,7 +63,8 @@ class Stream:
     shuffle: int
 
     def cursor(self, position: Position, seed: int) -> Cursor:
-        return _Passing(self, *_read(position), seed)
+        at: Passed = Passed(START, 0) if position == 0 else typed_as(Passed, position, "the position")
+        return _Passing(self, at.place, at.tokens, seed)
 
     def fingerprint(self) -> str:
         facts = (self.table.key(), self.tokenizer.fingerprint(), self.seq_len, self.packing, self.shuffle)
@@ -81,27 +89,12 @@ class Stream:
 
     def _epoch(self, place: Place, seed: int) -> Iterator[tuple[Place, str]]:
         epoch, number, state, passed = place
-        walk = self.table.walk(state, order=(seed, epoch))
+        walk = (found for found in self.table.walk(state, order=(seed, epoch)) if found[0])
         while block := list(islice(walk, self.shuffle)):
             order = permutation(len(block), seed, epoch * 2**32 + number).tolist()
             for index in range(passed, len(order)):
                 yield Place(epoch, number, state, index), block[order[index]][0]
             number, state, passed = number + 1, block[-1][1](), 0
-
-
-def _read(position: Position) -> tuple[Place, int]:
-    """The place, and how many tokens of its document are passed."""
-    if type(position) is int and position == 0:
-        return START, 0
-    known = position.keys() == {"place", "tokens"} if isinstance(position, dict) else False
-    require(known, f"expected a place and tokens, got {position!r:.60}")
-    place = position["place"]
-    require(isinstance(place, list) and len(place) == len(START), f"its place is {place!r:.60}, expected four of it")
-    epoch, number, block, passed = place
-    require(block is None or isinstance(block, dict), f"its block is {block!r:.60}, expected an object or null")
-    counts = (count(value, f"its {name}") for value, name in ((epoch, "epoch"), (number, "number"), (passed, "passed")))
-    epoch, number, passed = counts
-    return Place(epoch, number, block, passed), count(position["tokens"], "its tokens")
 
 
 class _Passing:
@@ -125,17 +118,13 @@ class _Passing:
 
     def next(self, wanted: bool = True) -> Row | None:
         last_unread = 1 if self._packed else 0  # of each document: its E, which is a target alone
-        missing = self._seq_len + (not self._packed)
-        for _, tokens in self._pending:
-            missing -= len(tokens) - last_unread
-        missing += self._used if self._pending else 0
-        while missing > 0:
+        needed = self._used + self._seq_len + (not self._packed)
+        there = sum(len(tokens) - last_unread for _, tokens in self._pending)
+        while there < needed:
             self._pending.append(next(self._documents))
-            missing -= len(self._pending[-1][1]) - last_unread
-            if len(self._pending) == 1:
-                have = len(self._pending[0][1])
-                require(self._used <= have, f"the position is behind {self._used} tokens of a document of {have}")
-                missing += self._used
+            there += len(self._pending[-1][1]) - last_unread
+            have = len(self._pending[0][1])
+            require(self._used <= have, f"the position is behind {self._used} tokens of a document of {have}")
         row = self._row() if wanted else None
         self._used += self._seq_len
         while self._pending and self._used >= len(self._pending[0][1]) - last_unread:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+import types
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -42,6 +43,16 @@ class Tokenizer(Protocol):
         """The token after a document."""
         ...
 
+    @property
+    def unknown(self) -> int:
+        """The token of what the tokenizer does not know; -1: it knows all."""
+        ...
+
+    @property
+    def special(self) -> Mapping[str, int]:
+        """Tokens that stand for no text, by what they are written as."""
+        ...
+
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """The tokens of each text, with what the tokenizer puts before it, without `end`."""
         ...
@@ -60,6 +71,9 @@ class Bytes:
 
     vocab = 256
     end = 0
+    unknown = -1
+    special = types.MappingProxyType({chr(token): token for token in range(4)})
+    """The end, and those that say who speaks in a conversation."""
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         return [np.frombuffer(text.encode(errors="replace"), np.uint8) for text in texts]
@@ -91,6 +105,10 @@ class Pretrained:
         self.inner = tokenizer
         self.end: int = end
         self.vocab: int = max(tokenizer.get_vocab().values()) + 1
+        unknown = tokenizer.unk_token_id
+        self.unknown: int = -1 if unknown in (None, end) else unknown  # GPT-2's is its end, and it knows all
+        added = tokenizer.added_tokens_decoder.items()
+        self.special = {str(written): token for token, written in added if written.special}
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         if not texts:  # the library raises an IndexError

@@ -197,26 +197,25 @@ def as_many_as_fit(command: Sequence[str]) -> int:
     return ranks
 
 
+AUTO = -1
 NUMBERS = ("--ranks", "--max-restarts")
+ALONE = ("tokenizer", "report", "plan")
 
 
 def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
     """Returns the number of ranks, that of restarts, and the command. Raises ValueError, which says what is wrong."""
     numbers, rest = dict.fromkeys(NUMBERS, 0), list(argv)
-    automatic = False
     while rest and rest[0].startswith("--"):
         name, _, value = rest.pop(0).partition("=")
         value = value or (rest.pop(0) if rest else "")
-        if (name, value) == ("--ranks", "auto"):
-            automatic = True
-        elif name in numbers:
-            automatic = automatic and name != "--ranks"
-            if not (value.isascii() and value.isdecimal() and len(value) < 7):
-                raise ValueError(f"{name} is {value!r}: expected a number")
-            numbers[name] = int(value)
-        else:
+        if name not in numbers:
             raise ValueError(f"unknown option {name}")
-    if not automatic and numbers["--ranks"] < 1:
+        if (name, value) == ("--ranks", "auto"):
+            value = f"{AUTO}"
+        elif not (value.isascii() and value.isdecimal() and len(value) < 7):
+            raise ValueError(f"{name} is {value!r}: expected a number")
+        numbers[name] = int(value)
+    if numbers["--ranks"] == 0:
         raise ValueError("--ranks N is missing, or less than 1")
     if not rest:
         raise ValueError("no subcommand given")
@@ -225,6 +224,8 @@ def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
             raise ValueError(f"{rest[0]}: no such script")
     elif rest[0] not in SUBCOMMANDS:
         raise ValueError(unknown(rest[0]))
-    if automatic:
+    elif rest[0] in ALONE:
+        raise ValueError(f"{rest[0]} is no work of several ranks: each would do all of it; start it without launch")
+    if numbers["--ranks"] == AUTO:
         numbers["--ranks"] = as_many_as_fit(rest)
     return numbers["--ranks"], numbers["--max-restarts"], rest

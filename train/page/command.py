@@ -106,6 +106,8 @@ def _charts(drawn: list[Drawn], alike: bool = True) -> list[Markup]:
 
 
 def single(run: Run, cluster: str | None) -> str:
+    recorded = cluster is None or run.timeline is not None
+    require(recorded, f"--cluster {cluster}: {run.folder} has recorded no step to predict (--timeline-every)")
     guess, steps = facts.predicted(run, cluster), []
     if run.timeline is not None:
         measured = run.timeline._replace(title=f"Step {run.recorded}, {run.timeline.title}")

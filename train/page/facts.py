@@ -19,6 +19,7 @@ from yafsdp_fn.planner.footprint import words
 from yafsdp_fn.timeline import paint
 from yafsdp_fn.timeline.spans import side_by_side
 from yafsdp_fn.timeline.text import shown as seconds
+from yafsdp_fn.util.words import counted
 
 LAST = 20
 """Steps at the end of a run whose median is its last loss: that of one step says little."""
@@ -53,7 +54,7 @@ def status(run: Run) -> str:
 
 
 def seconds_under_way(run: Run) -> float | None:
-    """Seconds from each start to its end, added up; of a start without an end to the last line."""
+    """Seconds from each start to its end, added up; those without an end are not among them."""
     total, begun = 0.0, None
     for each in run.events:
         try:
@@ -132,7 +133,9 @@ def tiles(run: Run) -> list[Tile]:
         found.append(Tile("most memory", size(of.memory), f"{what}, rank 0"))
     took, starts = seconds_under_way(run), len(run.of("start"))
     if took is not None:
-        found.append(Tile("time", duration(took), f"{starts} start" + "s" * (starts != 1)))
+        unended = starts - len(run.of("end"))
+        note = f", {unended} without an end and not counted" * (unended > 0)
+        found.append(Tile("time", duration(took), counted(starts, "start") + note))
     return found
 
 

@@ -142,6 +142,8 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
         where = folder / "checkpoints" / folder_name(state.step) / MANIFEST
         run.checked(extra, job.training, config.seed, str(where))
         position, kept = extra["position"], extra.get("spikes", [])
+        if here.leads:
+            run.compared(folder, config, state.step, warn)
         # the same program issues the same operations, and gives the same bits
         schedule = run.resumed(extra, state, config, texts, warn) or schedule
     loss_of = partial(models.of(job.model).loss, axes=setup.axes(config.stages, job.model, seq_len))

@@ -161,7 +161,7 @@ class Recorded:
     def _program(self, state: State) -> ya.Program | None:
         """The next step's program, where that step is to be recorded. The first one of a start has none yet."""
         step = state.step + 1
-        soon = min(-step % self._every, self._steps - step) < TOGETHER if self._every else False
+        soon = min(-step % self._every, self._steps - step) < TOGETHER
         first = not self._written and len(self._taken) < TOGETHER
         program = self._step.program(state) if soon or first else None
         return program if program is not None and len(program.stages) == 1 else None

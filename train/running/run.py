@@ -29,11 +29,11 @@ from models.parts.config import Shape
 from train.command_line import cli, say_apart
 from train.config import AUTO, SAVED, ConfigError, Mesh, is_own, require
 from train.config_json import C, differences, from_json, to_json
-from train.data.rows import Place, Position, Rows, at_most
+from train.data.rows import Place, Position, Rows, at_most, typed_as
 from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
 from train.machine import cpu, revision
-from train.running import files
+from train.running import files, setup
 from train.running.elastic import Attempt
 from train.running.files import refuse_links
 from train.running.saves import WINDOW, Spikes
@@ -246,29 +246,28 @@ def extra(config: Settings, texts: Mapping[str, str], position: Position, spikes
 
 def checked(extra: Mapping[str, Any], rows: Rows, seed: int, where: str) -> None:
     """Refuses an `extra` that no run has written, since checkpoints come from other people. where: the file with it"""
-
-    def field(name: str, found: bool, expected: str) -> None:
-        shown = f"{extra[name]!r:.60}" if name in extra else "not there"
-        require(found, f"{where}: extra.{name} is {shown}, expected {expected}")
-
-    field("text", isinstance(extra.get("text"), str), "the text's fingerprint")
-    field("sharding", isinstance(extra.get("sharding", ""), str), "the settings of the sharding")
-    field("position", "position" in extra, "a position in the text")
+    begins = f"{where}: extra."
+    typed_as(str, extra.get("text"), f"{begins}text")
+    typed_as(str, extra.get("sharding", ""), f"{begins}sharding")
+    kept = typed_as(Spiky, extra.get("spikes", []), f"{begins}spikes")
+    require(len(kept) <= WINDOW, f"{begins}spikes: expected at most {WINDOW}, got {len(kept)}")
     try:
-        rows.cursor(extra["position"], seed)
+        rows.cursor(extra.get("position"), seed)
     except ConfigError as error:
-        raise ConfigError(f"{where}: extra.position: {error}") from None
-    kept = extra.get("spikes", [])
-    pairs = isinstance(kept, list) and len(kept) <= WINDOW and all(map(_is_pair, kept))
-    field("spikes", pairs, f"at most {WINDOW} pairs of a loss and a gradient norm")
+        raise ConfigError(f"{begins}position: {error}") from None
 
 
-def _is_pair(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and len(value) == 2
-        and all(type(each) in (int, float) and abs(each) <= sys.float_info.max for each in value)
-    )
+Spiky = tuple[tuple[float, float], ...]
+"""A loss and a gradient norm of each of the last steps."""
+
+
+def compared(folder: Path, config: Settings, step: int, warn: Callable[[str], None]) -> None:
+    """Warns of another learning rate at `step` than the run of the folder had."""
+    with contextlib.suppress(ConfigError):
+        earlier = from_json(folder / "config.json", type(config))
+        was, now = (setup.learning_rate(each.optim, each.steps)(step) for each in (earlier, config))
+        if was != now:
+            warn(f"after step {step} the learning rate is {now:.2e}, not {was:.2e}: --steps or --optim are others")
 
 
 def resumed(

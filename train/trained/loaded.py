@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -50,6 +51,8 @@ class Source:
     def __post_init__(self) -> None:
         require(self.run is None or self.model is None, "run and model: a model comes from one of the two")
         require(self.step is None or self.model is None, "step: checkpoints are of runs, not of a directory")
+        own = self.model is None and self.compute != "auto"
+        require(not own, f"compute is {self.compute}: a run has its own, and only a directory (--model) takes another")
 
 
 class Loaded(NamedTuple):
@@ -172,9 +175,9 @@ class Opened:
     lora: Lora
     """The run's own adapters."""
 
-    @property
+    @cached_property
     def chat(self) -> Chat | None:
-        """The conversations of a run that was fine-tuned."""
+        """The conversations of a run that was fine-tuned on some."""
         return chat_of(self.tokenizer) if isinstance(self.run, Tuning) else None
 
     @property

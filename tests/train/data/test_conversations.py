@@ -75,6 +75,9 @@ def test_templates_with_marks_and_without_learn_what_the_assistant_says(learnt: 
     assert plain.encode(TALK).tokens.tolist() == marked.encode(TALK).tokens.tolist()
     assert said(plain, inner.decode) == "Yes, one.<|im_end|>\nNo.<|im_end|>\n"  # a line's end is of the turn
     assert plain.stops == marked.stops and plain.fingerprint() != marked.fingerprint()
+    inner.chat_template = WITHOUT_MARKS.partition("{% if add_generation_prompt")[0]  # so the assistant says its head
+    assert said(chat_of(learnt), inner.decode, TALK[:3]) == "<|im_start|>assistant\nYes, one.<|im_end|>\n"
+    assert chat_of(learnt).stops == marked.stops
     for template, message in (
         ("{{ messages | length }}" + WITHOUT_MARKS, r"what comes before turn 2 in another way .* \{% generation %\}"),
         ("{{ raise_exception('only users') }}", r"the chat template refuses \[\{'role': .*: only users"),
@@ -167,6 +170,20 @@ def test_each_conversation_is_learnt_once_also_one_of_three_and_a_half_rows(tmp_
         patch.setattr(ByteChat, "encode", lambda *_: pytest.fail("conversations are written a second time"))
         again = rows_of(Said(found), tmp_path)
     assert again.fingerprint() == rows.fingerprint() != other.fingerprint()
+
+
+def test_what_ends_no_answer_is_said(learnt: Pretrained, tmp_path: Path) -> None:
+    for template, words in (
+        (WITHOUT_MARKS, ""),
+        (
+            tokenizer.TEMPLATE.replace(" + '<|im_end|>' }}{% endgeneration %}", "}}{% endgeneration %}"),
+            ", 1 in which no end",
+        ),
+    ):
+        learnt.inner.chat_template = template
+        rows = Conversations.of("text", [Said([TALK])], learnt, chat_of(learnt), 99, tmp_path)
+        assert rows.describe().startswith(f"1 conversation in 1 row, {rows.describe().split()[5]} full{words}")
+        assert bool(words) == ("no end is learnt" in rows.describe())
 
 
 def test_pieces_of_a_template_are_those_of_the_whole_conversation(learnt: Pretrained, tmp_path: Path) -> None:
@@ -395,6 +412,15 @@ def test_conversations_of_files_are_read_and_bad_ones_are_named(tmp_path: Path) 
     pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
     same = both_sides(tmp_path, "a.parquet")
     assert [rows.fingerprint() for rows in same] == [training.fingerprint(), heldout.fingerprint()]
+    odd = [pair("a\0", "b"), pair("a", "b"), [], None, pair("only asked", "")[:1]]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in odd))
+    told = " ".join(rows.describe() for rows in both_sides(tmp_path))
+    assert "2 without an answer left out, 1 whose text spells a special token" in told  # and on the other side
+    assert told.endswith("1 without an answer left out")
+    messages = [*pair("a", ""), {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}], "id": 3}]
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(ConfigError, match=r"messages also have tool_calls, which a model would be taught without"):
+        both_sides(tmp_path)
     (tmp_path / "a.jsonl").write_text('{"messages": [{"role": "user", "text": "x"}]}\n')
     with pytest.raises(ConfigError, match=r"column 'messages': .*expected \[\{\"role\": \.\.\., \"content\""):
         both_sides(tmp_path)

@@ -70,6 +70,28 @@ def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
     assert all(each == sides[0] for each in sides)
     ((training, heldout),) = documents(tmp_path / "one", column="body", heldout_files=(f"{tmp_path}/a.csv",))
     assert list(training.texts()) == found == list(heldout.texts())
+    glob = jsonl(tmp_path, found[:9], column="body")
+    named = glob.replace("*", "1")
+    ((training, heldout),) = documents(glob, column="body", heldout_files=(named,))
+    assert sorted([*training.texts(), *heldout.texts()]) == found[:9] and list(heldout.texts()) == found[1:9:3]
+
+
+def test_rows_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
+    lines = ['{"text": "one"}', '{"text": null}', '{"other": 1}', '{"text": ""}', '{"text": "two"}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    settings = {"datasets": (f"{tmp_path}/a.jsonl",), "heldout_fraction": 0}
+    assert opened(tmp_path, **settings)[0].describe() == "8 tokens in 2 documents, 3 without text left out"
+    training, heldout = opened(tmp_path, streaming=True, **settings)
+    assert at_most(heldout) == 0
+    cursor = training.cursor(0, 0)
+    first = text_of([row for _ in range(2) if (row := cursor.next()) is not None])
+    assert sorted(first.split("\0")) == ["", "one", "two"]
+
+
+def test_parts_of_a_split_may_be_held_out() -> None:
+    parts = {"split": "train[:95%]", "heldout_split": "train[95%:]"}
+    assert Data(datasets=("a",), **parts).heldout_split == "train[95%:]"
+    assert Data(datasets=("a",), heldout_split="train_small").split == "train"
 
 
 def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +240,24 @@ def test_a_tokenizer_that_was_learnt_reads_any_text(bpe: Path, tmp_path: Path) -
         (lambda path: opened(path, datasets=(f"{path}/n.jsonl",), column="n"), "column 'n' holds 7: expected text"),
         (lambda path: opened(path, datasets=(f"{path}/bad.jsonl",)), r"bad.jsonl, 1 file: cannot be read: "),
         (lambda path: opened(path, datasets=(f"{path}/a.jsonl",), split="test"), "local files: leave it out"),
+        (lambda path: opened(path, datasets=(f"{path}/a.md",)), r"names files that end in \.md; expected files of"),
+        (
+            lambda path: opened(path, files=(f"{path}/*",)),
+            r"data.files: .*a\.jsonl is a table, or compressed, and would",
+        ),
+        (
+            lambda path: opened(path, files=(f"{path}/a.md",), heldout_files=(f"{path}/a.jsonl",)),
+            r"data.files: .*a\.jsonl is a table, or compressed, and would",
+        ),
+        (
+            lambda path: opened(path, datasets=(f"{path}/a.jsonl",), column="body", heldout_files=(f"{path}/*.jsonl",)),
+            r"data.heldout_files name all files of '.*a\.jsonl': none is left",
+        ),
+        (
+            lambda path: Data(datasets=("a",), heldout_split="train"),
+            "heldout_split is 'train', data.split 'train': what",
+        ),
+        (lambda path: Data(datasets=("a",), heldout_split="train[9:]"), "what is held out is trained on; name another"),
         (lambda path: opened(path, tokenizer=f"{path}/nosuch"), r"data.tokenizer: '.*nosuch' cannot be read: "),
         (lambda path: opened(path, tokenizer=f"{path}/a.jsonl"), r"data.tokenizer: '.*a.jsonl' cannot be read: "),
         (lambda path: setup.vocabulary("debug", 100, Bytes()), "vocabulary of 100: the tokenizer needs 256"),

@@ -130,6 +130,7 @@ def test_a_rank_that_is_stopped_where_others_ended_well_has_the_grace_to_be_cont
         ["--ranks", "2", "--more", "1", "clm"],
         ["--ranks", "auto"],
         ["--ranks", "2", "--slurm", "run.sh", "clm"],
+        ["--ranks", "2", "tokenizer", "--out", "x"],
     ],
 )
 def test_usage(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

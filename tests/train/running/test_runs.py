@@ -169,6 +169,14 @@ def test_a_checkpoint_of_another_seed_and_another_held_out_text_are_told(runs: R
     assert "the checkpoint is of a run of seed 0, the settings have seed 7" in refused.error
 
 
+def test_another_rate_is_told_on_resume(runs: Runs) -> None:
+    runs(2, given=(killed, 6))
+    assert [one.err for one in runs.fine(2, "--resume")] == ["", ""]
+    leads, other = runs.fine(2, "--resume", "--steps", "14")
+    assert "warning: after step 12 the learning rate is 2.27e-04, not 1.00e-04: --steps or" in leads.err
+    assert other.err == ""
+
+
 def test_what_is_refused_changes_no_run(runs: Runs) -> None:
     (fails,) = runs(1, "--sharding.schedule", "nowhere.py:f")
     assert "there is no file nowhere.py" in fails.error
