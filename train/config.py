@@ -112,8 +112,7 @@ class Sources(Tables):
 class Data(Rows, Sources):
     stores: tuple[str, ...] = ()
     """Documents that are tokens already, made with this tokenizer, each with its end token: PREFIX of Megatron's
-    PREFIX.bin and PREFIX.idx, FILE.ds of datatrove, or a folder of such files. Held out are the last documents of each
-    file."""
+    PREFIX.bin and PREFIX.idx. Held out are the last documents of each."""
     pipelines: tuple[str, ...] = ()
     """Rows that grain or torchdata make: FILE.py:NAME, your function `NAME(*, split, epoch, seed, seq_len)` to a
     MapDataset, IterDataset or DataLoader of grain, or a StatefulDataLoader of torchdata."""

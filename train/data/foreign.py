@@ -1,6 +1,6 @@
 """Reads what other libraries have prepared: their stores of tokens, and their pipelines, which make rows on the way.
 
-training, heldout = stored("part.ds", ...)                     # Megatron-LM's, datatrove's
+training, heldout = stored("part", ...)                        # Megatron-LM's
 rows = Pipeline(..., "data.py:rows", ...)                       # grain's, torchdata's
 """
 
@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import re
 import struct
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
-from itertools import accumulate
 from operator import length_hint
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,37 +23,28 @@ import torch
 from train.config import ConfigError, own_function, require
 from train.data.documents import fingerprint
 from train.data.rows import Count, Cursor, Indexed, Position, Row, typed_as
-from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, amount, digest_of, kept, read
+from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, digest_of, kept, read
 from train.data.stream import Gathered
 from train.data.tokenizer import Tokenizer, Tokens
-from yafsdp_fn.util.words import counted
 
 
 def stored(
     source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, packing: Packing, cache: Path
 ) -> tuple[Indexed, ...]:
-    """`(training, held-out)` rows of a store: PREFIX of PREFIX.bin and PREFIX.idx, FILE.ds, or a folder of such files.
-    Held out is the last `fraction` of each file's documents. Raises ConfigError for files of another form, for tokens
-    beyond the tokenizer's, and for documents that do not end as its do: all are looked at, which `cache` keeps."""
+    """`(training, held-out)` rows of a store, PREFIX of PREFIX.bin and PREFIX.idx. Held out is the last `fraction` of
+    its documents. Raises ConfigError for files of another form, for tokens beyond the tokenizer's, and for documents
+    that do not end as its do: all are looked at, which `cache` keeps."""
     path = Path(source).expanduser()
-    paths = sorted(path.glob("*.ds")) if path.is_dir() else [path]
-    require(bool(paths), f"data.stores: {source} is a folder without files that end in .ds, datatrove's")
-    sides: tuple[list[Packed], list[Packed]] = ([], [])
-    for each in paths:
-        found, made_with = (
-            (_datatroves(each), "an eos_token") if each.suffix == ".ds" else (_megatrons(each), "--append-eod")
-        )
-        rising = bool((np.diff(found.ends, prepend=0) > 0).all())
-        require(rising, f"data.stores: {each}: expected documents of a token or more, whose ends rise from above 0")
-        key = "looked at", found.digest, f"{tokenizer.vocab}", f"{tokenizer.end}"
-        kept(f"data.stores: {each}", key, partial(_looked_at, each, found, tokenizer, made_with), np.uint8, cache)
-        halves = found.halves(round(len(found.ends) * (1 - fraction)))
-        for side, name, half in zip(sides, ("training text", "held-out text"), halves, strict=True):
-            side.append(Packed(name, half, seq_len, packing))
-    return tuple(side[0] if len(side) == 1 else Joined(side[0].name, tuple(side)) for side in sides)
+    found = _megatrons(path)
+    rising = bool((np.diff(found.ends, prepend=0) > 0).all())
+    require(rising, f"data.stores: {path}: expected documents of a token or more, whose ends rise from above 0")
+    key = "looked at", found.digest, f"{tokenizer.vocab}", f"{tokenizer.end}"
+    kept(f"data.stores: {path}", key, partial(_looked_at, path, found, tokenizer), np.uint8, cache)
+    training, heldout = found.halves(round(len(found.ends) * (1 - fraction)))
+    return Packed("training text", training, seq_len, packing), Packed("held-out text", heldout, seq_len, packing)
 
 
-def _looked_at(path: Path, store: Store, tokenizer: Tokenizer, made_with: str, notes: Notes) -> Iterator[Tokens]:
+def _looked_at(path: Path, store: Store, tokenizer: Tokenizer, notes: Notes) -> Iterator[Tokens]:
     """Looks at the documents of a store, in the way of what `kept` makes: of no tokens, since they stay where they are.
     Raises ConfigError with the first that the tokenizer cannot have made."""
     for first in range(0, len(store.ends), AT_ONCE):
@@ -70,37 +59,9 @@ def _looked_at(path: Path, store: Store, tokenizer: Tokenizer, made_with: str, n
             raise ConfigError(
                 f"data.stores: {path}: token {tokens[at]} in document {document}: expected tokens below "
                 f"{tokenizer.vocab}, and documents that end with {tokenizer.end}, as those of data.tokenizer do: name "
-                f"the tokenizer that made them, with {made_with}"
+                "the tokenizer that made them, with --append-eod"
             )
     yield from ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Joined(Indexed):
-    """The rows of several stores, as of one source."""
-
-    name: str
-    parts: tuple[Packed, ...]
-
-    @cached_property
-    def _firsts(self) -> list[int]:
-        return [0, *accumulate(part.count for part in self.parts)]
-
-    @property
-    def count(self) -> int:
-        return self._firsts[-1]
-
-    def row(self, index: int) -> Row:
-        at = bisect_right(self._firsts, index) - 1
-        return self.parts[at].row(index - self._firsts[at])
-
-    def describe(self) -> str:
-        tokens, documents = (sum(len(getattr(part.store, of)) for part in self.parts) for of in ("tokens", "ends"))
-        found = f"{amount(tokens)} in {counted(documents, 'document')}"
-        return f"{found}, {counted(len(self.parts), 'file')}"
-
-    def fingerprint(self) -> str:
-        return digest_of(*(part.fingerprint() for part in self.parts))
 
 
 # ---- Stores of Megatron-LM (its indexed dataset, version 1):
@@ -138,36 +99,6 @@ def _megatrons(base: Path) -> Store:
     except (OSError, ValueError) as error:
         raise ConfigError(f"data.stores: {index}: {error}") from error
     return Store(tokens, ends[first[1:] - 1], fingerprint(str(base), [index, content]), Notes())
-
-
-# ---- Stores of datatrove (its DocumentTokenizer):
-#
-#     FILE.ds            all documents, one after the other, tokens of 2 or 4 bytes
-#     FILE.ds.index      uint64 [documents]: where each ends, in tokens
-#     FILE.ds.metadata   "TOKENIZER|2", the number of tokens, the same for people; not always there
-#     FILE.ds.loss       a byte a token, where its tokenizer masks some
-
-
-def _datatroves(content: Path) -> Store:
-    """The documents in FILE.ds, read where they lie."""
-    index, about, mask = (content.with_name(f"{content.name}{suffix}") for suffix in (".index", ".metadata", ".loss"))
-    try:
-        size, raw = content.stat().st_size, index.read_bytes()
-        ends = np.frombuffer(raw[: len(raw) // 8 * 8], "<u8").astype(np.int64)
-        if len(raw) % 8:
-            raise ValueError(f"{index}: expected ends of documents, of 8 bytes each, got {len(raw)} bytes")
-        last = int(ends[-1]) if len(ends) else 0
-        width = size // max(1, last)
-        if about.exists():
-            first_line = about.read_text().partition("\n")[0]
-            width = int(first_line.rpartition("|")[2])
-        if (size and width not in (2, 4)) or size != width * last:
-            raise ValueError(f"it has {size:,} bytes for {last:,} tokens of {width} bytes each: expected 2 or 4")
-        if mask.exists():
-            raise ValueError(f"{mask.name} leaves tokens out of the loss, and rows of text cannot: write it without")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"data.stores: {content}: {error}") from error
-    return Store(read(content, np.dtype(f"<u{width or 2}")), ends, fingerprint(str(content), [index, content]), Notes())
 
 
 # ---- Pipelines of grain and torchdata

@@ -95,97 +95,25 @@ def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
     refused(prefix, "there is no text", heldout_files=("a.txt",))
 
 
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize(("kind", "code"), [(np.uint16, 8), (np.int32, 4)])
 @pytest.mark.parametrize(("bad", "says"), [([1, 256, 0], "token 256"), ([1, 2, 3], "token 3")])
 def test_every_document_of_a_store_is_looked_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int, bad: list[int], says: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, code: int, bad: list[int], says: str
 ) -> None:
     """Tokens beyond the vocabulary, and ends that are none, behind the first that go through the tokenizer together."""
-    found = [[1, 2, 0]] * (AT_ONCE + 90)
-    datatroves(tmp_path / "0.ds", [*found[: AT_ONCE + 70], bad, *found], width)
-    refused(tmp_path / "0.ds", rf"0\.ds: {says} in document {AT_ONCE + 70}: expected tokens below 256, and ")
-    datatroves(tmp_path / "0.ds", found, width)
-    first, _ = stored(tmp_path / "0.ds")
+    found, part = [[1, 2, 0]] * (AT_ONCE + 90), tmp_path / "part"
+    megatrons(part, [*found[: AT_ONCE + 70], bad, *found], kind, code)
+    refused(part, rf"part: {says} in document {AT_ONCE + 70}: expected tokens below 256, and ")
+    megatrons(part, found, kind, code)
+    first, _ = stored(part)
     monkeypatch.setattr("train.data.foreign._looked_at", lambda *_: 1 / 0)
-    again, _ = stored(tmp_path / "0.ds")
+    again, _ = stored(part)
     assert same_rows(first, again)
-
-
-def datatroves(path: Path, found: list[list[int]], width: int, about: bool = True) -> None:
-    """Writes a store as its code does."""
-    ends = np.cumsum([len(tokens) for tokens in found])
-    path.write_bytes(np.concatenate(found).astype(f"<u{width}").tobytes())
-    path.with_name(f"{path.name}.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-    if about:
-        path.with_name(f"{path.name}.metadata").write_text(f"gpt2|{width}\n{ends[-1]}\n1 T")
 
 
 def same_rows(one: Rows, other: Rows) -> bool:
     assert isinstance(one, Indexed) and isinstance(other, Indexed) and one.count == other.count > 0
     return all(lists(one.row(i)) == lists(other.row(i)) for i in range(one.count))
-
-
-@pytest.mark.parametrize(("width", "about"), [(2, True), (4, True), (2, False), (4, False)])
-def test_datatroves_stores(tmp_path: Path, width: int, about: bool) -> None:
-    found = [[*text.encode(), 0] for text in texts(20)]
-    datatroves(tmp_path / "0.ds", found, width, about)
-    megatrons(tmp_path / "same", found)
-    for packing in ("stream", "documents"):
-        pairs = [stored(tmp_path / name, heldout_fraction=0.25, packing=packing) for name in ("0.ds", "same")]
-        assert all(same_rows(one, other) for one, other in zip(*pairs, strict=True))
-
-
-def test_a_folder_of_datatroves_is_one_source(tmp_path: Path) -> None:
-    found = [[*text.encode(), 0] for text in texts(60)]
-    for number, at in enumerate((0, 10, 40)):
-        datatroves(tmp_path / f"{number}.ds", found[at : (10, 40, 60)[number]], 2)
-    names = ("", "0.ds", "1.ds", "2.ds")
-    (whole, heldout), *parts = (stored(tmp_path / name, packing="documents", heldout_fraction=0.1) for name in names)
-    for joined, side in ((whole, 0), (heldout, 1)):
-        assert isinstance(joined, Indexed)
-        rows = [part[side] for part in parts]
-        expected = [lists(each.row(i)) for each in rows if isinstance(each, Indexed) for i in range(each.count)]
-        assert [lists(joined.row(i)) for i in range(joined.count)] == expected
-    assert whole.describe().endswith("tokens in 54 documents, 3 files")
-    assert whole.fingerprint() != parts[0][0].fingerprint()
-
-
-def test_datatroves_stores_that_are_refused(tmp_path: Path) -> None:
-    path = tmp_path / "0.ds"
-    good = [[1, 2, 0], [3, 0]]
-    refused(path, r"data.stores: .*0\.ds: .*No such file")
-    for ends, message in (
-        ([3, 6], "it has 10 bytes for 6 tokens of 2"),
-        ([6, 5], "rise from above 0"),
-        ([], "for 0 tok"),
-    ):
-        datatroves(path, good, 2)
-        path.with_name("0.ds.index").write_bytes(struct.pack(f"<{len(ends)}Q", *ends))
-        refused(path, message)
-    datatroves(path, good, 2)
-    path.with_name("0.ds.metadata").write_text("gpt2|3\n5\n")
-    refused(path, "of 3 bytes each: expected 2 or 4")
-    for bad in ENDLESS_OR_LARGE:
-        datatroves(path, bad, 2)
-        refused(path, r"below 256, and documents that end with 0, .* with an eos_token")
-    datatroves(path, good, 2)
-    path.with_name("0.ds.loss").write_bytes(bytes(5))
-    refused(path, r"0\.ds\.loss leaves tokens out of the loss")
-    (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", r"is a folder without files that end in \.ds")
-
-
-@pytest.mark.parametrize("width", [2, 4])
-def test_a_store_that_datatrove_itself_writes(tmp_path: Path, width: int) -> None:
-    written = pytest.importorskip("datatrove.pipeline.tokens.tokenizer").TokenizedFile
-    found = [[*text.encode(), 0] for text in texts(20)]
-    file = written(str(tmp_path), "theirs.ds", save_final_metadata=True, tokenizer_name_or_path="x", token_size=width)
-    for tokens in found:
-        file.write(tokens, None)
-    file.close()
-    datatroves(tmp_path / "ours.ds", found, width)
-    theirs, ours = (stored(tmp_path / f"{name}.ds")[0] for name in ("theirs", "ours"))
-    assert same_rows(theirs, ours)
 
 
 # ---- pipelines
