@@ -417,7 +417,7 @@ def test_a_state_that_names_an_address_is_refused(tmp_path: Path) -> None:
 def test_positions_that_are_refused(tmp_path: Path) -> None:
     one = pipeline(tmp_path, OWN, "rows")
     for bad in (3, {"place": [0, None]}, {"place": [-1, None, 0]}, {"place": [0, None, "x"]}, {"rows": 0}):
-        with pytest.raises(ConfigError, match="expected (a |an |0 to )"):
+        with pytest.raises(ConfigError, match=r"expected (a |an |0 to )"):
             one.cursor(bad, 0)
     with pytest.raises(ConfigError, match=r"rows, training: it cannot be gone on with from the checkpoint: KeyError"):
         one.cursor({"place": [0, {"x": 0}, 0]}, 0).next()
