@@ -80,9 +80,9 @@ class Tables:
                 value = getattr(self, field.name)
                 said = f"data.{field.name} is {value!r}, and there are no data.datasets"
                 require(value == field.default, said)
-        (split, _, some), (held, _, others) = self.split.partition("["), self.heldout_split.partition("[")
+        pairs = (self.split, self.heldout_split), (self.heldout_split, self.split)
         require(
-            split != held or bool(some and others and some != others),
+            not any(f"{part}[".startswith(f"{whole}[") for part, whole in pairs),
             f"data.heldout_split is {self.heldout_split!r}, data.split {self.split!r}: what is held out is trained on; "
             "name another split, or parts of one, as train[:95%] and train[95%:]",
         )

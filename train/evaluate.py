@@ -58,8 +58,8 @@ class Config:
         counts(self, batch=1)
         if self.limit is not None:
             counts(self, limit=1)
-        require(bool(self.text or self.choices or self.tasks), "nothing to measure: give --text, --choices or --tasks")
         asked = bool(self.choices or self.tasks)
+        require(asked or bool(self.text), "nothing to measure: give --text, --choices or --tasks")
         require(asked or self.limit is None, "limit is of --choices and --tasks: a text is measured as a whole")
 
 

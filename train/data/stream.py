@@ -63,7 +63,8 @@ class Stream:
     shuffle: int
 
     def cursor(self, position: Position, seed: int) -> Cursor:
-        at: Passed = Passed(START, 0) if position == 0 else typed_as(Passed, position, "the position")
+        begins = type(position) is int and position == 0
+        at: Passed = Passed(START, 0) if begins else typed_as(Passed, position, "the position")
         return _Passing(self, at.place, at.tokens, seed)
 
     def fingerprint(self) -> str:

@@ -55,7 +55,7 @@ def status(run: Run) -> str:
 
 def seconds_under_way(run: Run) -> float | None:
     """Seconds from each start to its end, added up; those without an end are not among them."""
-    total, begun = 0.0, None
+    total = begun = 0.0
     for each in run.events:
         try:
             now = datetime.fromisoformat(each["time"]).timestamp()
@@ -63,9 +63,9 @@ def seconds_under_way(run: Run) -> float | None:
             return None
         if each["event"] == "start":
             begun = now
-        elif each["event"] == "end" and begun is not None:
-            total, begun = total + now - begun, None
-    return total if total else None
+        elif each["event"] == "end" and begun:
+            total, begun = total + now - begun, 0.0
+    return total or None
 
 
 def typical(run: Run, key: str) -> float | None:
