@@ -378,7 +378,8 @@ def _copy_states(old: Tree, new: Tree) -> None:
         if len(kept) == len(nodes):
             for before, node in zip(kept, nodes, strict=True):
                 _copy(before, node)
-                unclear |= {f"{part[0][0].__name__} of {leaf}" for leaf in _leaves(node) - _leaves(before)}
+                late = _leaves(node) - _leaves(before)
+                unclear |= {f"{part[0][0].__name__} of {leaf}" for leaf in late}
         elif kept:
             unclear.add(part[0][0].__name__)
     if unclear:

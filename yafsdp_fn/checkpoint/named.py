@@ -123,8 +123,11 @@ def _finder(root: Path, name: Name) -> tuple[Callable[..., Theirs], Callable[[],
         return stored[key]
 
     def unread() -> list[str]:
-        parts = [key.partition(".")[2] or key for key in asked]  # "model.embed.weight": "optim.embed.weight.exp_avg"
-        return [key for key in stored if key not in asked and not any(part in key for part in parts)]
+        # without its first part a name that was read is in the names of its moments:
+        # "model.embed.weight" and "optim.state.embed.weight.exp_avg"
+        parts = [key.partition(".")[2] or key for key in asked]
+        others = [key for key in stored if key not in asked]
+        return [key for key in others if not any(part in key for part in parts)]
 
     return find, unread
 
