@@ -129,9 +129,7 @@ def test_no_wrong_row_of_calls_is_accepted(sharding: Schedule) -> None:
 
 
 def _rows(pipeline: Program) -> list[list[object]]:
-    split = pipeline.trace.split
-    assert split is not None
-    return [list(calls_of(split, stage, program)) for stage, program in enumerate(pipeline.by_stage)]
+    return [list(calls_of(program)) for program in pipeline.by_stage]
 
 
 CASES = {

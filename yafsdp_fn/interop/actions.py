@@ -289,7 +289,7 @@ def from_actions(
         if not trace.trains:
             return staged(forward_only, inside)(trace)
         _check_shape(split, actions)
-        _check_calls(split, actions, trace)
+        _check_calls(trace, actions)
         if not listed:
             return pipeline(trace, with_messages(split, [_calls(row) for row in actions]), as_listed)
         _check_flows(split)
@@ -314,8 +314,8 @@ def _check_shape(split: Split, rows: Sequence[Sequence[Action]]) -> None:
         )
 
 
-def _check_calls(split: Split, rows: Sequence[Sequence[Action]], trace: Trace) -> None:
-    wrong = list(wrong_calls(split, [_calls(row) for row in rows], trace.microbatches, trace.trains))
+def _check_calls(trace: Trace, rows: Sequence[Sequence[Action]]) -> None:
+    wrong = list(wrong_calls(trace, [_calls(row) for row in rows]))
     if not wrong:
         return
     lines = []

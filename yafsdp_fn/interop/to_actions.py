@@ -92,8 +92,7 @@ def to_actions(program: Program, format: Format = "compute_only", *, waits: bool
     _check_neighbours(split)
     parts = verify(program).by_stage
     end = len(split.homes) - 1
-    home = split.homes[end]
-    last = calls_of(split, home, parts[home])
+    last = calls_of(parts[split.homes[end]])
     taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == end]
     stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]
     rows = tuple(tuple(stage.row(waits) if whole else map(written, stage.calls)) for stage in stages)
@@ -127,7 +126,7 @@ class _StageCalls:
         self.number = number
         self.program = program
         self.taken = taken
-        calls = calls_of(split, number, program)
+        calls = calls_of(program)
         self.calls = [call._replace(microbatch=taken.index(call.microbatch)) for call in calls]
         self.ops = [*in_calls(program.ops, self.calls, split)]
         self.own: dict[int, list[int]] = defaultdict(list)

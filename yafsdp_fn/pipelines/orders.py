@@ -419,7 +419,7 @@ def staged(order: Order, sharding: Schedule | None = None, *, pace: Pace = UNIT)
             )
         if len(rows) != split.stages:
             raise ValueError(f"expected a row of calls for each of {split.stages} stages, got {len(rows)}")
-        check_calls(trace, split, rows)
+        check_calls(trace, rows)
         return pipeline(trace, with_messages(split, rows, pace), inside, pace=pace)
 
     return schedule

@@ -136,7 +136,7 @@ class StageSession(Session):
         """Runs the loss: forwards, backwards and later halves of segments, in the order of the program."""
         results = StageResults(self.crossing, loss.arguments.microbatches, self.memory.comms.device)
         forwards: Forwards = {}
-        for call in calls_of(self.crossing.split, self.memory.comms.stage, self.verified.program):
+        for call in calls_of(self.verified.program):
             if call.kind == "forward":
                 self._forward(loss, call, results, forwards)
             elif call.kind == "weights":

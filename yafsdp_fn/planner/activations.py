@@ -179,9 +179,8 @@ def _ends(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[tup
 def _holders(trace: Trace, kept: frozenset[int], saved: frozenset[int]) -> dict[int, list[int]]:
     """Value -> the visits that hold it until their backward: that have it in the graph they keep, or that save what
     they take, to run again. What nobody takes and no graph is known to leave out is held by the visit that gave it."""
-    leaving: set[int] = set()  # the last visits of segments whose values go to other stages
-    if trace.split is not None:
-        leaving = {trace.split.visits(flow.source)[-1] for flow in trace.split.flows}
+    # the last visits of segments whose values go to other stages
+    leaving = {trace.cut.visits(flow.source)[-1] for flow in trace.cut.flows}
     holders: defaultdict[int, list[int]] = defaultdict(list)
     seen: set[int] = set()
     for visit in trace.visits:

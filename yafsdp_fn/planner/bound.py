@@ -75,7 +75,7 @@ def bound(trace: Trace, cluster: str | Cluster, memory: int | None = None) -> Bo
     where = named(cluster)
     if trace.stage is None:
         check_costs(trace)
-    split = trace.split or Split(((0, len(trace.visits)),), (0,), ())
+    split = trace.cut
     if trace.stage is not None:  # alone, it waits for nobody
         split = split._replace(flows=())
     earliest = _earliest(trace._replace(split=split), split, where)

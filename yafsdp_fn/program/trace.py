@@ -246,9 +246,8 @@ class Trace(NamedTuple):
 
     @property
     def cut(self) -> Split:
-        """`split`, of a step that is cut: any other has none."""
-        assert self.split is not None
-        return self.split
+        """`split`; of a step that is not cut, all of its visits as one segment of one stage."""
+        return self.split or Split(((0, len(self.visits)),), (0,), ())
 
     @property
     def stages(self) -> int:

@@ -239,8 +239,7 @@ def a_slot_each(run: Execution, op: ComputeOp, way: str, messages: Sequence[Mess
 
 def ends_here(run: Execution, op: MessageOp) -> None:
     """Checks that a message is between this stage and another."""
-    assert run.trace.split is not None, "in form"
-    source, target = run.trace.split.ends(op.flow, op.back)
+    source, target = run.trace.cut.ends(op.flow, op.back)
     own = target if isinstance(op, Receive) else source
     if own != run.trace.stage or source == target:
         way = f"inside stage {source}" if source == target else f"from stage {source} to stage {target}"

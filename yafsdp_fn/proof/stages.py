@@ -16,7 +16,7 @@ from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.program.events import StageEvent, play
 from yafsdp_fn.program.ops import AllReduce, MessageOp, Norm, Op, Receive, Send
 from yafsdp_fn.program.program import Program, units_of
-from yafsdp_fn.program.split import Call, CallRows, Kind, Split
+from yafsdp_fn.program.split import Call, CallRows, Kind
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.proof.errors import Refused, refusal_on
@@ -41,30 +41,31 @@ class Wrong(NamedTuple):
     why: str
 
 
-def wrong_calls(split: Split, rows: CallRows, microbatches: int, trains: bool) -> Iterator[Wrong]:
+def wrong_calls(trace: Trace, rows: CallRows) -> Iterator[Wrong]:
     """Yields all mistakes, stage by stage; none, if the rows are a step."""
     for stage, row in enumerate(rows):
         done: set[Call] = set()
         for at, call in enumerate(row):
-            if why := _wrong(split, stage, call, microbatches, trains, done):
+            if why := _wrong(trace, stage, call, done):
                 yield Wrong(stage, at, why)
             done.add(call)
-        yield from _missing(split, stage, microbatches, trains, done)
+        yield from _missing(trace, stage, done)
 
 
-def _wrong(split: Split, stage: int, call: Call, microbatches: int, trains: bool, done: set[Call]) -> str | None:
+def _wrong(trace: Trace, stage: int, call: Call, done: set[Call]) -> str | None:
     """Returns what is wrong with a call, if anything. done: calls of the stage before it"""
     # is there such a call, here?
     kind, segment, microbatch = call
+    homes = trace.cut.homes
     if kind not in BEFORE:
         return f"{kind!r}: expected forward, backward, inputs or weights"
-    if not 0 <= segment < len(split.homes):
-        return f"there are segments 0 to {len(split.homes) - 1}"
-    if split.homes[segment] != stage:
-        return f"segment {segment} is on stage {split.homes[segment]}"
-    if not 0 <= microbatch < microbatches:
-        return f"there are microbatches 0 to {microbatches - 1}"
-    if kind != "forward" and not trains:
+    if not 0 <= segment < len(homes):
+        return f"there are segments 0 to {len(homes) - 1}"
+    if homes[segment] != stage:
+        return f"segment {segment} is on stage {homes[segment]}"
+    if not 0 <= microbatch < trace.microbatches:
+        return f"there are microbatches 0 to {trace.microbatches - 1}"
+    if kind != "forward" and not trace.trains:
         return "the step is of forwards alone"
     # is it in its turn?
     if call in done:
@@ -79,15 +80,15 @@ def _wrong(split: Split, stage: int, call: Call, microbatches: int, trains: bool
     return None
 
 
-def _missing(split: Split, stage: int, microbatches: int, trains: bool, done: set[Call]) -> Iterator[Wrong]:
+def _missing(trace: Trace, stage: int, done: set[Call]) -> Iterator[Wrong]:
     """Yields the calls that a stage's row lacks. done: those that it has"""
-    for segment, microbatch in itertools.product(split.of(stage), range(microbatches)):
+    for segment, microbatch in itertools.product(trace.cut.of(stage), range(trace.microbatches)):
         forward = Call("forward", segment, microbatch)
         backward = forward._replace(kind="backward")
         weights = forward._replace(kind="weights")
         if forward not in done:
             yield Wrong(stage, None, f"no {in_words(forward)}")
-        if trains and backward not in done and weights not in done:
+        if trace.trains and backward not in done and weights not in done:
             begun = forward._replace(kind="inputs") in done
             yield Wrong(stage, None, f"no {in_words(weights if begun else backward)}")
 
@@ -104,12 +105,6 @@ def in_words(call: Call) -> str:
 # stage 0                                          stage 1
 # op 4   send segment 0 -> 1 <- carry slot 0       op 0   receive segment 0 -> 1 -> carry slot 1
 # op 9   send gradient ...                    <--> op 7   receive ...                                 rule 'match'
-
-
-def accepted_split(pipeline: Program) -> Split:
-    """Returns the cut of a pipeline that `a_program_each` has accepted."""
-    assert pipeline.trace.split is not None, "a_program_each"
-    return pipeline.trace.split
 
 
 # ---- stages
@@ -143,20 +138,19 @@ def a_program_each(pipeline: Program) -> None:
 
 def once_each_way(pipeline: Program) -> None:
     """Checks that the computes of each stage are calls, and that these are a step."""
-    split = accepted_split(pipeline)
-    rows = [list(calls_of(split, stage, program)) for stage, program in enumerate(pipeline.by_stage)]
-    check_calls(pipeline.trace, split, rows)
+    check_calls(pipeline.trace, [list(calls_of(program)) for program in pipeline.by_stage])
 
 
-def check_calls(trace: Trace, split: Split, rows: CallRows) -> None:
+def check_calls(trace: Trace, rows: CallRows) -> None:
     """Raises Refused for the first thing that is wrong with the calls of stages."""
-    for stage, at, why in wrong_calls(split, rows, trace.microbatches, trace.trains):
+    for stage, at, why in wrong_calls(trace, rows):
         where = "" if at is None else f"call {at} ({in_words(rows[stage][at])}): "
         raise refusal_on(stage, "calls", why, where)
 
 
-def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
-    """Yields the calls that a stage's order of computes consists of."""
+def calls_of(program: Program) -> Iterator[Call]:
+    """Yields the calls that the order of computes in a stage's program consists of."""
+    split = program.trace.cut
     order = program.trace.order
     at = 0
     while at < len(order):
@@ -173,7 +167,7 @@ def calls_of(split: Split, stage: int, program: Program) -> Iterator[Call]:
         found = [compute[:3] for compute in order[at : at + len(visits)]]
         if found != [(kind, number, microbatch) for number in turn]:
             why = f"visits {min(visits)} to {max(visits)} are one segment, but its computes do not follow each other"
-            raise refusal_on(stage, "calls", why, f"compute {at} ({kind} of visit {visit}): ")
+            raise refusal_on(program.trace.stage or 0, "calls", why, f"compute {at} ({kind} of visit {visit}): ")
         yield Call(kind, segment, microbatch)
         at += len(visits)
 
@@ -202,10 +196,9 @@ Messages = list[tuple[int, MessageOp]]
 
 def sent_is_received(pipeline: Program) -> None:
     """Checks that the messages between any two stages are sent and received in one order."""
-    split = accepted_split(pipeline)
-    sent = _messages(pipeline, split, Send)
-    received = _messages(pipeline, split, Receive)
-    for source, target in itertools.product(range(split.stages), repeat=2):
+    sent = _messages(pipeline, Send)
+    received = _messages(pipeline, Receive)
+    for source, target in itertools.product(range(pipeline.trace.cut.stages), repeat=2):
         here = sent[source, target]
         there = received[source, target]
         number = _first_apart(here, there)
@@ -233,15 +226,13 @@ def _first_apart(here: Messages, there: Messages) -> int | None:
     return None if len(here) == len(there) else min(len(here), len(there))
 
 
-def _messages(
-    pipeline: Program, split: Split, kind: type[Send] | type[Receive]
-) -> defaultdict[tuple[int, int], Messages]:
+def _messages(pipeline: Program, kind: type[Send] | type[Receive]) -> defaultdict[tuple[int, int], Messages]:
     """Returns (source, target) -> the messages that stages send, or that they receive."""
     found: defaultdict[tuple[int, int], Messages] = defaultdict(list)
     for ops in pipeline.stages:
         for at, op in enumerate(ops):
             if isinstance(op, MessageOp) and isinstance(op, kind):
-                found[split.ends(op.flow, op.back)].append((at, op))
+                found[pipeline.trace.cut.ends(op.flow, op.back)].append((at, op))
     return found
 
 

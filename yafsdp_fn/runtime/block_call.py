@@ -312,7 +312,7 @@ class VisitRunner:
             self.visits = []
             self.token = _Root.apply(self.leaf_token, *self.leaves)  # type: ignore[no-untyped-call]
         if self.collectives is not None:
-            self.collectives.begin_call(call, len(self.visits))
+            self.collectives.begin_call(call)
 
     def call_loss(self, loss: StepLoss, microbatch: int, *, copied: bool = False) -> tuple[Mean, Tree]:
         """Calls the loss on a microbatch, under its random numbers. Returns its total, and aux. copied: on a copy of

@@ -110,18 +110,17 @@ class BlockCollectives:
 
     # ---- calls of the loss
 
-    def begin_call(self, call: Call, visits: int) -> None:
-        """Begins a call of the loss, of so many visits, or its backward."""
+    def begin_call(self, call: Call) -> None:
+        """Begins a call of the loss, or its backward."""
         self._segment = call.segment
         if call.kind == "forward":
             self._of_loss = self._stretch(("after", -1, call.segment), "the loss before its first visit")
             return
         assert isinstance(self._runner, Session), "a recording has no backward"
-        split = self._runner.verified.program.trace.split
-        if split is not None:
-            visits = split.segments[call.segment][1]
+        # its loss has been called: what it visits is known
+        visits = self._runner.verified.program.trace.cut.visits(call.segment)
         position = "the backward of the loss, before its visits'"
-        self._of_loss = self._stretch(("before", visits - 1, call.segment), position)
+        self._of_loss = self._stretch(("before", visits[-1], call.segment), position)
 
     def end_call(self) -> None:
         """Raises if something is left over."""

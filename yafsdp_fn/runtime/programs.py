@@ -181,7 +181,7 @@ class Programs:
 
 
 def _check_stages(program: Program, trace: Trace) -> None:
-    stages = 1 if trace.split is None else trace.split.stages
+    stages = trace.cut.stages
     if len(program.stages) != stages:
         raise TypeError(
             f"the mesh has {stages} stages, and the schedule returned a Program of {len(program.stages)}; give the "

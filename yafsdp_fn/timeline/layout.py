@@ -376,18 +376,15 @@ def of_stages(timeline: Spans) -> Layout:
 
 def _calls(part: Spans) -> list[Bar]:
     """Returns the boxes of compute: each a stretch without a break in one call. Norms and updates are in no call."""
-    split = part.trace.split
-    homes = (0,) if split is None else split.homes
-    segments = max(map(homes.count, homes))
+    split = part.trace.cut
+    segments = max(map(split.homes.count, split.homes))
     found: list[Bar] = []
     for span in part.on("compute"):
         op = span.op
         box = _grey(span)
         if isinstance(op, ComputeOp):
-            segment = 0
-            if split is not None:
-                own = split.of(part.trace.stage or 0)
-                segment = own.index(split.segment(op.visit))
+            # colours tell apart the segments of a stage
+            segment = split.of(part.trace.stage or 0).index(split.segment(op.visit))
             place = segment / (segments - 1) if segments > 1 else 0.3
             words, ramp = CALLS[kind_of(op)]
             text = str(op.microbatch) if part.trace.microbatches > 1 else ""

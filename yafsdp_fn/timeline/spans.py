@@ -122,8 +122,7 @@ class Spans(_Fields):
     @property
     def stage_count(self) -> int:
         """The number of stages: one in plain training, and in a timeline of one stage's part."""
-        split = self.trace.split
-        return 1 if split is None or self.trace.stage is not None else split.stages
+        return 1 if self.trace.stage is not None else self.trace.cut.stages
 
     @property
     def by_stage(self) -> tuple[Self, ...]:
