@@ -117,10 +117,10 @@ class BlockCollectives:
             self._of_loss = self._stretch(("after", -1, call.segment), "the loss before its first visit")
             return
         assert isinstance(self._runner, Session), "a recording has no backward"
-        # its loss has been called: what it visits is known
-        visits = self._runner.verified.program.trace.cut.visits(call.segment)
+        # its loss has been called: what it visits, if anything, is known
+        visits = self._runner.verified.program.trace.cut.segments[call.segment][1]
         position = "the backward of the loss, before its visits'"
-        self._of_loss = self._stretch(("before", visits[-1], call.segment), position)
+        self._of_loss = self._stretch(("before", visits - 1, call.segment), position)
 
     def end_call(self) -> None:
         """Raises if something is left over."""
