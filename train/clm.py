@@ -29,7 +29,9 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     axes = setup.axes(config.mesh, model, config.data.seq_len)
     limited = {"capacity": config.capacity} if config.capacity else {}
     require(not limited or hasattr(model, "experts"), f"capacity is {config.capacity}: {config.model} has no experts")
-    evaluated = config.eval_batches * ranks * config.data.usual if config.eval_every else 0
+    evaluated = 0  # held-out rows: of a stream no others are kept
+    if config.eval_every:
+        evaluated = config.eval_batches * ranks * config.data.usual
     training, heldout = open_text(config.data, tokenizer, config.runs / run.CACHE, evaluated)
     config = run.settled(config, training, heldout, ranks)
 
