@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import models
 import yafsdp_fn as ya
 from train.config import require
+from train.data.sources import open_text
 from train.running import loop, run, setup
 from train.running.loop import Job
 from train.settings import Config
@@ -28,7 +29,10 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     axes = setup.axes(config.mesh, model, config.data.seq_len)
     limited = {"capacity": config.capacity} if config.capacity else {}
     require(not limited or hasattr(model, "experts"), f"capacity is {config.capacity}: {config.model} has no experts")
-    training, heldout = run.text(config, tokenizer, ranks)
+    evaluated = 0  # held-out rows: of a stream no others are kept
+    if config.eval_every:
+        evaluated = config.eval_batches * ranks * config.data.usual
+    training, heldout = open_text(config.data, tokenizer, config.runs / run.CACHE, evaluated)
     config = run.settled(config, training, heldout, ranks)
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:

@@ -75,11 +75,10 @@ class Tables:
 
     def __post_init__(self) -> None:
         require(0 <= self.heldout_fraction < 1, f"data.heldout_fraction is {self.heldout_fraction}, not in [0, 1)")
-        for field in dataclasses.fields(self):
-            if field.name in ("column", "split", "heldout_split") and not self.datasets:
-                value = getattr(self, field.name)
-                said = f"data.{field.name} is {value!r}, and there are no data.datasets"
-                require(value == field.default, said)
+        for name in ("column", "split", "heldout_split"):
+            value = getattr(self, name)
+            said = f"data.{name} is {value!r}, and there are no data.datasets"
+            require(bool(self.datasets) or value == getattr(type(self), name), said)
         pairs = (self.split, self.heldout_split), (self.heldout_split, self.split)
         require(
             not any(f"{part}[".startswith(f"{whole}[") for part, whole in pairs),
@@ -174,6 +173,7 @@ class Optim:
     """AdamW after clipping by the global norm; linear warmup, then a decay down to `final_fraction` of the peak."""
 
     positive: ClassVar[tuple[str, ...]] = ("learning_rate", "clip_norm")
+    not_negative: ClassVar[tuple[str, ...]] = ("final_fraction", "weight_decay")
 
     learning_rate: Rate = 2e-3
     """The peak."""
@@ -201,7 +201,7 @@ class Optim:
         for name in self.positive:
             value = getattr(self, name)
             require(0 < value < float("inf"), f"optim.{name} is {value}, not a positive finite number")
-        for name in ("final_fraction", "weight_decay"):
+        for name in self.not_negative:
             value = getattr(self, name)
             require(0 <= value < float("inf"), f"optim.{name} is {value}, not a finite number of at least 0")
         for name in ("b1", "b2"):
@@ -221,16 +221,12 @@ class Optim:
 @dataclasses.dataclass(frozen=True)
 class TuningOptim(Optim):
     positive = ("clip_norm",)
+    not_negative = (*Optim.not_negative, "learning_rate")
 
     learning_rate: Rate = 0.0
     """The peak. 0: that of the run it starts from; of a Hugging Face directory 2e-5, and 2e-4 for adapters."""
     weight_decay: float = 0.0
     """Decay of matrices only: leaves with one axis (the norms' weights) are left out."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        rate = self.learning_rate
-        require(0 <= rate < float("inf"), f"optim.learning_rate is {rate}, not a finite number of at least 0")
 
 
 SCHEDULES = ("ddp", "zero1", "zero2", "zero3", "hsdp", "hpz")
@@ -380,11 +376,6 @@ class Mesh(Inside):
     def said(self) -> str:
         """These axes, in a message."""
         return ", ".join(f"mesh.{name} is {ranks}" for name, ranks in self.inside.items())
-
-    @property
-    def per_stage(self) -> int:
-        """Runs of layers that a stage has."""
-        return 2 if self.order in ("interleaved", "v_shaped", "v_half", "v_min") else 1
 
     def check(self, sharding: Sharding) -> None:
         """Refuses what does not go with several stages, or with axes inside of layers."""

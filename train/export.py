@@ -6,7 +6,6 @@ Rank 0 writes, a layer at a time; under `launch --ranks N` no rank holds more th
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -73,7 +72,7 @@ def write(config: Config) -> str:
     generation = {**settings, **ends, "generation_config": {**settings.get("generation_config", {}), **ends}}
     model = dataclasses.replace(base.model, generation=generation)
     models.hf.save(config.out, model, state.params, dtype=setup.DTYPES[config.dtype])
-    if int(os.environ.get("RANK", 0)) == 0:
+    if dist.get_rank() == 0:
         for name in TOKENIZERS:  # of a model that was there: bytes write none in their place
             (config.out / name).unlink(missing_ok=True)
         base.tokenizer.save(config.out)

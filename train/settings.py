@@ -83,6 +83,11 @@ class Settings:
     """The device. auto: cuda where there is one."""
 
     @property
+    def folder(self) -> Path:
+        """The run's folder, once it has a name."""
+        return self.runs / self.name
+
+    @property
     def stages(self) -> Mesh:
         """The run's stages; not all kinds of runs can have several."""
         return Mesh()

@@ -44,8 +44,8 @@ import torch
 
 from train.config import ConfigError
 from train.data.documents import Messages
-from train.data.rows import Indexed, Row
-from train.data.store import Notes, Store, digest_of, kept, told
+from train.data.rows import Indexed, Row, digest_of
+from train.data.store import Notes, Store, kept, told
 from train.data.tokenizer import Bytes, Pretrained, Tokenizer, Tokens
 from yafsdp_fn.util.words import counted
 

@@ -22,17 +22,15 @@ import torch
 
 from train.config import ConfigError, own_function, require
 from train.data.documents import fingerprint
-from train.data.rows import Count, Cursor, Indexed, Position, Row, typed_as
-from train.data.store import AT_ONCE, Notes, Packed, Packing, Store, digest_of, kept, read
+from train.data.rows import Count, Cursor, Position, Row, digest_of, typed_as
+from train.data.store import AT_ONCE, Notes, Packing, Store, kept, read
 from train.data.stream import Gathered
 from train.data.tokenizer import Tokenizer, Tokens
 
 
-def stored(
-    source: str, tokenizer: Tokenizer, fraction: float, seq_len: int, packing: Packing, cache: Path
-) -> tuple[Indexed, ...]:
-    """`(training, held-out)` rows of a store, PREFIX of PREFIX.bin and PREFIX.idx. Held out is the last `fraction` of
-    its documents. Raises ConfigError for files of another form, for tokens beyond the tokenizer's, and for documents
+def stored(source: str, tokenizer: Tokenizer, fraction: float, cache: Path) -> tuple[Store, Store]:
+    """`(training, held-out)` documents of a store, PREFIX of PREFIX.bin and PREFIX.idx. Held out is the last `fraction`
+    of them. Raises ConfigError for files of another form, for tokens beyond the tokenizer's, and for documents
     that do not end as its do: all are looked at, which `cache` keeps."""
     path = Path(source).expanduser()
     found = _megatrons(path)
@@ -40,8 +38,7 @@ def stored(
     require(rising, f"data.stores: {path}: expected documents of a token or more, whose ends rise from above 0")
     key = "looked at", found.digest, f"{tokenizer.vocab}", f"{tokenizer.end}"
     kept(f"data.stores: {path}", key, partial(_looked_at, path, found, tokenizer), np.uint8, cache)
-    training, heldout = found.halves(round(len(found.ends) * (1 - fraction)))
-    return Packed("training text", training, seq_len, packing), Packed("held-out text", heldout, seq_len, packing)
+    return found.halves(round(len(found.ends) * (1 - fraction)))
 
 
 def _looked_at(path: Path, store: Store, tokenizer: Tokenizer, notes: Notes) -> Iterator[Tokens]:
@@ -160,15 +157,11 @@ class Pipeline:
     def cursor(self, position: Position, seed: int) -> Cursor:
         return _Passing(self, *_place(position), seed)
 
-    @cached_property
-    def _known_as(self) -> str:
+    def fingerprint(self) -> str:
         path, _, name = self.source.rpartition(":")
         length, first = length_hint(self._made(0, 0), -1), self.first(1).fingerprint()
         facts = name, self.split, self.seq_len, self.packing, length, first
         return digest_of(fingerprint(self.source, [Path(path)]), *facts)
-
-    def fingerprint(self) -> str:
-        return self._known_as
 
     def first(self, most: int) -> Gathered:
         """The first rows, none a second time."""

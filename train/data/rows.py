@@ -55,6 +55,10 @@ def typed_as(kind: Any, value: Any, what: str) -> Any:
         raise ConfigError(str(error)) from None
 
 
+def digest_of(*facts: object) -> str:
+    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+
+
 class Cursor(Protocol):
     """A place in the endless sequence of rows."""
 
@@ -229,7 +233,7 @@ class Mixed:
 
     def fingerprint(self) -> str:
         facts = [source.fingerprint() for source in self.sources]
-        return hashlib.blake2b(repr((facts, self.weights)).encode(), digest_size=8).hexdigest()
+        return digest_of(facts, self.weights)
 
     def require(self, rows: int, why: str) -> None:
         for source, share in zip(self.sources, shares(self.weights), strict=True):

@@ -62,8 +62,12 @@ class Opening:
     def stored(self, source: str) -> tuple[Rows, Rows]:
         """`(training, held-out)` rows of tokens that another library has stored."""
         config = self.config
-        halves = stored(source, self.tokenizer, config.heldout_fraction, config.seq_len, config.packing, self.cache)
-        return halves[0], halves[1] if self.heldout_rows else Gathered(HELDOUT, (), "")
+        halves = stored(source, self.tokenizer, config.heldout_fraction, self.cache)
+        training, heldout = (
+            Packed(name, half, config.seq_len, config.packing)
+            for name, half in zip((TRAINING, HELDOUT), halves, strict=True)
+        )
+        return training, heldout if self.heldout_rows else Gathered(HELDOUT, (), "")
 
     def made(self, source: str) -> tuple[Rows, Rows]:
         """`(training, held-out)` rows of a pipeline of another library."""

@@ -37,7 +37,7 @@ import torch
 from train.command_line import say_apart
 from train.config import ConfigError
 from train.data.documents import BLOCK, Documents
-from train.data.rows import Indexed, Row
+from train.data.rows import Indexed, Row, digest_of
 from train.data.tokenizer import Tokenizer, Tokens
 from yafsdp_fn.util.words import counted
 
@@ -114,7 +114,7 @@ def kept(
     label: what they are of, for errors; key: changes with all that they depend on
     notes: what is counted on the way, kept, too
     """
-    name = hashlib.blake2b(repr((*key, np.dtype(dtype).str)).encode(errors="surrogatepass"), digest_size=12).hexdigest()
+    name = hashlib.blake2b(repr((*key, np.dtype(dtype).str)).encode(), digest_size=12).hexdigest()
     folder = cache / name
     with _explained(label, folder):
         if not folder.exists():
@@ -345,7 +345,3 @@ def packed_row(tokens: Tokens, ends: Tokens) -> Row:
     window = torch.from_numpy(tokens.astype(np.int64))
     kept = torch.from_numpy(keep)
     return {"tokens": window[:-1][kept], "targets": window[1:][kept], "documents": torch.from_numpy(documents)}
-
-
-def digest_of(*facts: object) -> str:
-    return hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()

@@ -23,8 +23,8 @@ import numpy as np
 
 from train.config import ConfigError, require
 from train.data.documents import Table
-from train.data.rows import Count, Cursor, Indexed, Position, Row, permutation, typed_as
-from train.data.store import Packing, digest_of, encoded, packed_row, stream_row
+from train.data.rows import Count, Cursor, Indexed, Position, Row, digest_of, permutation, typed_as
+from train.data.store import Packing, encoded, packed_row, stream_row
 from train.data.tokenizer import Tokenizer, Tokens
 from yafsdp_fn.util.words import counted
 

@@ -5,7 +5,6 @@ The library is asked for only where a tokenizer is named: bytes need nothing.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import types
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from train.config import ConfigError
+from train.data.rows import digest_of
 
 BYTES = "bytes"
 """The name of the tokenizer that is none."""
@@ -127,8 +127,8 @@ class Pretrained:
     def fingerprint(self) -> str:
         backend = getattr(self.inner, "backend_tokenizer", None)
         content = backend.to_str() if backend is not None else json.dumps(self.inner.get_vocab(), sort_keys=True)
-        facts = (content, self.end, sorted(map(str, self.inner.all_special_tokens)), self.inner.chat_template)
-        return hashlib.blake2b(repr(facts).encode(errors="surrogatepass"), digest_size=8).hexdigest()
+        special = sorted(map(str, self.inner.all_special_tokens))
+        return digest_of(content, self.end, special, self.inner.chat_template)
 
     def save(self, folder: Path) -> None:
         self.inner.save_pretrained(str(folder))

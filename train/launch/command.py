@@ -182,16 +182,11 @@ def main(argv: Sequence[str]) -> int:
         ranks.end()
 
 
-def on_cpu(command: Sequence[str]) -> bool:
-    """Tells whether a command asks for the CPU."""
-    given = " ".join(command).replace("=", " ")
-    return "--device cpu" in given
-
-
 def as_many_as_fit(command: Sequence[str]) -> int:
     """The number of ranks of `--ranks auto`, which it says in a line."""
-    found = 0 if on_cpu(command) else gpus()
-    where = "one for each GPU" if found else "on the CPU" + (", as asked" if on_cpu(command) else ": torch sees no GPU")
+    on_cpu = "--device cpu" in " ".join(command).replace("=", " ")
+    found = 0 if on_cpu else gpus()
+    where = "one for each GPU" if found else "on the CPU" + (", as asked" if on_cpu else ": torch sees no GPU")
     ranks = found or ON_THE_CPU
     print(f"launch: {ranks} rank{'s' * (ranks > 1)}, {where}", file=sys.stderr, flush=True)
     return ranks

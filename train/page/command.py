@@ -147,7 +147,7 @@ def compared(a: Run, b: Run) -> str:
         runs=both,
         names=names,
         status=[facts.status(run) for run in both],
-        numbers=_numbers(a, b),
+        numbers=_numbers(a, b, alike),
         tokens=None if alike else [facts.token(run) for run in both],
         charts=_charts(drawn, alike),
         picture=facts.picture(*steps) if len(steps) == 2 else None,
@@ -168,13 +168,12 @@ def _differences(one: dict[str, str], two: dict[str, str]) -> list[tuple[str, st
     return [pair for pair in pairs if pair[1] != pair[2]]
 
 
-def _numbers(a: Run, b: Run) -> list[tuple[str, str, str, str, str]]:
+def _numbers(a: Run, b: Run, alike: bool) -> list[tuple[str, str, str, str, str]]:
     """The rows of a comparison: what, its unit, of each, and the second over the first. What is by the token, where
     tokens are not the same, has the unit of each beside its number, and no ratio."""
     one, two = facts.figures(a), facts.figures(b)
     per_ms, time = unit_of(max(one.step_ms or 0.0, two.step_ms or 0.0) / 1000)
     nbytes, memory = in_one_unit(max(one.memory or 0.0, two.memory or 0.0))
-    alike = a.counts_as(b)
     by_token = ("speed", "loss", "held")
     loss = facts.nats(a) if alike else ""
     own = (f" {facts.nats(a)}", f" {facts.nats(b)}")

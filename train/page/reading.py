@@ -16,14 +16,14 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 import yafsdp_fn as ya
 from train.config import ConfigError, require
 from train.config_json import from_json
+from train.data.rows import Count, typed_as
 from train.running.run import TOKENIZER, command_of
 from train.settings import Settings
 from yafsdp_fn.util import strict_json
-from yafsdp_fn.util.schema import Limits, typed_at
+from yafsdp_fn.util.schema import Limits
 
 Row = dict[str, Any]
 T = TypeVar("T")
-Count = Annotated[int, Limits(0, 2**62)]
 Figure = Annotated[float, Limits(-(2.0**62), 2.0**62)]
 
 
@@ -164,10 +164,7 @@ def _lines(path: Path, kind: Any) -> list[Row]:
                 break
             raise ConfigError(f"{where}, is no JSON: {error}") from None
         require(isinstance(row, dict), f"{where}: expected an object, got {row!r:.60}")
-        try:
-            typed_at(where, kind, {field: row[field] for field in kind._fields if field in row})
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        typed_as(kind, {field: row[field] for field in kind._fields if field in row}, where)
         found.append(row)
     return found
 

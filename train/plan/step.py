@@ -188,15 +188,6 @@ class Pipeline(NamedTuple):
             raise ValueError(f"--schedules {name}: expected two or more stages, as {order}-stages4-zero1")
         return Pipeline(order, numbers["stages"], numbers["segments"], "-".join(words) or "zero2")
 
-    def factory(self, inside: Factory) -> Factory:
-        """The factory of the pipeline. inside: that of what a stage does"""
-        return lambda remat: orders.FACTORIES[self.order](inside(remat=remat))
-
-    def cut(self, trace: Trace) -> Trace:
-        """The step on stages. trace: on the ranks of one of them"""
-        order = Order(self.order, self.stages, self.segments, trace.microbatches * self.stages)
-        return order.whole(trace, (("stage", self.stages), *trace.mesh))
-
 
 # ---- The step, traced.
 
@@ -215,7 +206,11 @@ def schedule_of(options: Options, config: Shape, where: Cluster, name: str) -> t
     over = Axes(tensor=of.tensor > 1, sequence=of.sequence, context=of.context > 1)
     here = traced(options, config, mesh, words.get("chunk", 1), over)
     factory = partial(schedule_names.make, stages.sharding, config.layers)
-    return (stages.cut(here), stages.factory(factory)) if stages.order else (here, factory)
+    if not stages.order:
+        return here, factory
+    order = Order(stages.order, stages.stages, stages.segments, here.microbatches * stages.stages)
+    whole = order.whole(here, (("stage", stages.stages), *here.mesh))
+    return whole, lambda remat: orders.FACTORIES[stages.order](factory(remat=remat))
 
 
 LONG = 8192

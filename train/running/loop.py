@@ -123,7 +123,7 @@ class Job(NamedTuple):
 def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     """A whole run. config: with its name"""
     here = Place.of(mesh)
-    folder = config.runs / config.name
+    folder = config.folder
     rows, seq_len = here.ranks * config.data.batch, config.data.seq_len  # a step reads [rows, seq_len] over all ranks
     console = Terminal(quiet=not here.leads)
     console.print(
@@ -187,10 +187,18 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             warn=report.warn,
         )
         saves = Saves(saver, folder / "checkpoints", report, config)
-        about = {"model": job.name, "parameters": job.model.num_parameters, "tokens": rows * seq_len}
-        counted = {"unit": unit, "tokenizer": job.tokenizer.fingerprint()}
-        read = {"text": job.training.describe(), "heldout": job.heldout.describe()}
-        report.events.add("start", step=state.step, **about, **counted, **read, **about_start)
+        report.events.add(
+            "start",
+            step=state.step,
+            model=job.name,
+            parameters=job.model.num_parameters,
+            tokens=rows * seq_len,
+            unit=unit,
+            tokenizer=job.tokenizer.fingerprint(),
+            text=job.training.describe(),
+            heldout=job.heldout.describe(),
+            **about_start,
+        )
 
         def seen(record: Record) -> None:
             report.train(record)

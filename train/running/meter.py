@@ -163,23 +163,18 @@ class Recorded:
         step = state.step + 1
         soon = min(-step % self._every, self._steps - step) < TOGETHER
         first = not self._written and len(self._taken) < TOGETHER
-        program = self._step.program(state) if soon or first else None
-        return program if program is not None and len(program.stages) == 1 else None
+        return self._step.program(state) if soon or first else None
 
     def write(self) -> None:
         """Writes what was recorded and not yet written: for steps that have ended."""
         if not self._taken or self._path is None or self._trace is None:
             return
-        timelines = sorted(((recording.timeline(), at) for at, (*_, recording) in enumerate(self._taken)), key=_seconds)
-        timeline, at = timelines[len(timelines) // 2]
-        step, program, _ = self._taken[at]
+        timed = [(recording.timeline(), step, program) for step, program, recording in self._taken]
+        timed.sort(key=lambda each: each[0].seconds)
+        timeline, step, program = timed[len(timed) // 2]
         whole = ya.timeline.Timeline(self._trace, *timeline[1:])  # the trace of a running step has no costs
         (ops,) = json.loads(program.to_json())["stages"]
         kept = {"step": step, "timeline": json.loads(whole.to_json()), "ops": ops}
         self._taken, self._written = [], True
         with contextlib.suppress(OSError):  # the next ones may find room
             replace(self._path, json.dumps(kept).encode())
-
-
-def _seconds(of: tuple[ya.timeline.Timeline, int]) -> float:
-    return of[0].seconds

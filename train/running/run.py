@@ -30,7 +30,6 @@ from train.command_line import cli, say_apart
 from train.config import AUTO, SAVED, ConfigError, Mesh, is_own, require
 from train.config_json import C, differences, from_json, to_json
 from train.data.rows import Place, Position, Rows, at_most, typed_as
-from train.data.sources import open_text
 from train.data.tokenizer import Tokenizer, load
 from train.machine import cpu, revision
 from train.running import files, setup
@@ -143,7 +142,7 @@ def claimed(config: C, tokenizer: Tokenizer) -> Iterator[C]:
 
 def _claim(config: C, tokenizer: Tokenizer, attempt: Attempt, stack: contextlib.ExitStack) -> C:
     config = dataclasses.replace(config, name=config.name or new_name(config.COMMAND, attempt))
-    folder = config.runs / config.name
+    folder = config.folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         refuse_links(folder)
@@ -171,16 +170,16 @@ def _keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
 
 def keep(config: Settings) -> None:
     """Writes config.json, on rank 0, once nothing of the settings has been refused: it is what makes a folder a run."""
-    on_rank_0(lambda: _keep(config), "writing the settings of the run")
 
+    def write() -> None:
+        path = config.folder / "config.json"
+        try:
+            replace(path, to_json(config).encode())
+        except OSError as error:
+            require(config.resume, f"--runs {config.runs}: {path} cannot be written: {error}")
+            say_apart(f"warning: {path} stays as it was: {error}")
 
-def _keep(config: Settings) -> None:
-    path = config.runs / config.name / "config.json"
-    try:
-        replace(path, to_json(config).encode())
-    except OSError as error:
-        require(config.resume, f"--runs {config.runs}: {path} cannot be written: {error}")
-        say_apart(f"warning: {path} stays as it was: {error}")
+    on_rank_0(write, "writing the settings of the run")
 
 
 def new_name(command: str, attempt: Attempt) -> str:
@@ -193,7 +192,7 @@ def new_name(command: str, attempt: Attempt) -> str:
 
 def check_folder(config: Settings) -> Path:
     """The run's folder; refuses to write a new run over the checkpoints of another, and to resume from none."""
-    folder = config.runs / config.name
+    folder = config.folder
     last = checkpoint.latest(folder / "checkpoints")
     if config.resume and last is None:
         raise ConfigError(
@@ -208,18 +207,12 @@ def check_folder(config: Settings) -> Path:
 
 def tokenizer(config: Config) -> Tokenizer:
     """The tokenizer of a run that begins, or, where it is resumed, its own copy."""
-    return load(tokenizer_name(config, config.runs / config.name) if config.resume else config.data.tokenizer)
+    return load(tokenizer_name(config, config.folder) if config.resume else config.data.tokenizer)
 
 
 def tokenizer_name(config: Config, folder: Path) -> str:
     """The name to load the tokenizer of the run in `folder` by: its copy, wherever the tokenizer came from."""
     return str(folder / TOKENIZER) if (folder / TOKENIZER).is_dir() else config.data.tokenizer
-
-
-def text(config: Config, tokens: Tokenizer, ranks: int) -> tuple[Rows, Rows]:
-    """`(training, held-out)` text."""
-    evaluated = config.eval_batches * ranks * config.data.usual if config.eval_every else 0
-    return open_text(config.data, tokens, config.runs / CACHE, evaluated)
 
 
 def settled(config: C, training: Rows, heldout: Rows, ranks: int) -> C:
@@ -317,7 +310,7 @@ def headline(config: Settings, name: str, model: Shape, place: Place, training: 
     if not config.eval_every:
         held += ", so no evaluations; --data.heldout-files names some" if held == "nothing" else ", no evaluations"
     return (
-        f"{config.runs / config.name}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.devices} x "
+        f"{config.folder}: {name}, {model.num_parameters / 1e6:.2f}M parameters, {place.devices} x "
         f"{place.device.type}, {config.stages.named}{config.sharding.schedule}, {tokens:,} tokens a step\n"
         f"text: {training.describe()}{again}\nheld out: {held}"
     )
@@ -325,7 +318,7 @@ def headline(config: Settings, name: str, model: Shape, place: Place, training: 
 
 def last_checkpoint(config: Settings) -> str:
     """Says where a failed run can be taken up."""
-    last = checkpoint.latest(config.runs / config.name / "checkpoints") if config.name else None
+    last = checkpoint.latest(config.folder / "checkpoints") if config.name else None
     if last is None:
         return "There is no checkpoint yet."
     return f"The last checkpoint is {last}; continue from it with --name {config.name} --resume"
@@ -339,7 +332,7 @@ def this_start(place: Place) -> dict[str, Any]:
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", place.devices))
     return {
-        "command": command(),
+        "command": shlex.join(["python", "-m", "train", *sys.argv[1:]]),  # can be typed again, without a launcher
         "attempt": Attempt.of().number,
         "host": socket.gethostname(),
         "ranks": place.devices,
@@ -353,11 +346,6 @@ def this_start(place: Place) -> dict[str, Any]:
         "system": platform.platform(terse=True),
         "commit": revision("--abbrev=12", "--dirty=+"),  # with a `+` where files differ from it
     }
-
-
-def command() -> str:
-    """The command as it can be typed again, without the launcher of its ranks."""
-    return shlex.join(["python", "-m", "train", *sys.argv[1:]])
 
 
 def device(where: torch.device) -> str:

@@ -20,7 +20,7 @@ from train.config import SAVED, ConfigError, Mesh, Optim, Sharding, is_own, own_
 from train.data.tokenizer import Bytes, Tokenizer
 from train.settings import Settings
 from yafsdp_fn.api.train_step import TrainStep
-from yafsdp_fn.pipelines.orders import V_SHAPED
+from yafsdp_fn.pipelines.orders import SEGMENTS, V_SHAPED
 from yafsdp_fn.planner.cluster import nearest
 from yafsdp_fn.schedules.builders import AnySchedule
 
@@ -150,16 +150,11 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
         ) from error
 
 
-def axes_of(stages: Mesh) -> Axes:
-    """The axes that a model is computed over; its checkpoints fit parameters that were made for the same `tensor` and
-    `expert`."""
-    inside = dict.fromkeys(stages.inside, True)
-    return Axes(**inside, sequence=stages.sequence)
-
-
 def axes(stages: Mesh, model: Shape, seq_len: int) -> Axes:
-    """The axes that this model is computed over. Raises ConfigError where it cannot be."""
-    found = axes_of(stages)
+    """The axes that this model is computed over; its checkpoints fit parameters that were made for the same `tensor`
+    and `expert`. Raises ConfigError where it cannot be."""
+    inside = dict.fromkeys(stages.inside, True)
+    found = Axes(**inside, sequence=stages.sequence)
     parts = 2 * stages.context
     require(
         not found.context or seq_len % parts == 0,
@@ -191,7 +186,7 @@ def assignment(config: Settings, model: Shape, params: Any) -> ya.schedules.Assi
     trace = ya.planner.trace(models.of(model).loss(model), params, {"tokens": tokens, "targets": tokens})
     try:
         shape: Any = "v" if stages.order in V_SHAPED else "loop"
-        return ya.schedules.assign(trace, stages.stage, per_stage=stages.per_stage, shape=shape)
+        return ya.schedules.assign(trace, stages.stage, per_stage=SEGMENTS.get(stages.order, 1), shape=shape)
     except ValueError as error:
         raise ConfigError(f"--mesh.stage {stages.stage}, --mesh.order {stages.order}: {error}") from error
 
