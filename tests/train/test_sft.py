@@ -206,7 +206,11 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf" / "tokenizer.json").write_text("of a model that was there")
     pools[2].run(exported, base / "runs" / "c", tmp_path / "hf")
-    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
     with pytest.raises(ConfigError, match=r"is the folder of a run: the model's config\.json would replace that of"):
         exported(None, base / "runs" / "c", base / "runs" / "c")
     config, leaves = llama.hf.load(tmp_path / "hf")
