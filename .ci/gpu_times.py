@@ -33,7 +33,8 @@ from benchmarks.cuda import gpu, sides
 from models.parts import rotary as rotations
 from train.running import flops
 from yafsdp_fn.nn import linear
-from yafsdp_fn.nn.linear import destination, weight_leaf
+from yafsdp_fn.nn.linear import destination
+from yafsdp_fn.runtime.slots import weight_leaf
 from yafsdp_fn.util.on_gpu import vector_kernels
 
 BF16 = torch.bfloat16

@@ -175,7 +175,7 @@ def _from_leaves(
             "stay as it is, ya.frozen(tree), or call requires_grad_() on all",
             stacklevel=3,
         )
-    wide = [path for path, leaf in named_leaves(trainable(params)) if leaf.dtype == torch.float64]
+    wide = [path for path, leaf in named_leaves(trainable(params)) if getattr(leaf, "dtype", None) == torch.float64]
     if wide and precision is DEFAULT_PRECISION:
         warnings.warn(
             f"{wide[0]} is float64, and is trained in float32, the default. Give precision=ya.Precision(torch.float64) "
