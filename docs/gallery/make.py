@@ -24,10 +24,11 @@ from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 import yafsdp_fn as ya
 from models import llama
-from yafsdp_fn.planner.space import Mesh, Order
+from yafsdp_fn.planner.space import Order
 from yafsdp_fn.proof.verify import RULES
 from yafsdp_fn.schedules import Assignment, Program, Refused, Trace, chained_order, cut
 from yafsdp_fn.util import strict_json
+from yafsdp_fn.util.mesh_axes import MeshAxes
 
 SUBMISSIONS = Path(__file__).resolve().parent / "submissions"
 
@@ -58,7 +59,7 @@ def flat(layers: int = CONFIG.layers) -> Trace:
     return ya.planner.trace(llama.loss(config), llama.params(config), batch, ranks=RANKS, **how)
 
 
-def on(trace: Trace, mesh: Mesh, microbatches: int) -> Trace:
+def on(trace: Trace, mesh: MeshAxes, microbatches: int) -> Trace:
     """The step on another mesh, in other microbatches of one sequence each."""
     order = chained_order(trace.visits, microbatches)
     return trace.on(mesh)._replace(microbatches=microbatches, order=order)
@@ -105,7 +106,7 @@ class Entry(NamedTuple):
 
     def _on(self, trace: Trace, ranks: int, stages: int) -> Trace:
         if not self.segments:
-            meshes: dict[str, Mesh] = {
+            meshes: dict[str, MeshAxes] = {
                 "": (("shard", ranks),),
                 "replicate=-1, shard=1": (("replicate", ranks), ("shard", 1)),
                 "replicate=2": (("replicate", 2), ("shard", ranks // 2)),

@@ -20,7 +20,7 @@ from yafsdp_fn.planner.cluster import CLUSTERS, Cluster
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.plan import Plan, read_by
 from yafsdp_fn.planner.simulate import check_costs
-from yafsdp_fn.planner.space import Mesh, Order, arrangements
+from yafsdp_fn.planner.space import Order, arrangements
 from yafsdp_fn.program.json import NAMES
 from yafsdp_fn.program.ops import AllReduce, Backward, Fetch, Op, Reduce
 from yafsdp_fn.program.program import Program
@@ -32,6 +32,7 @@ from yafsdp_fn.schedules import builders
 from yafsdp_fn.timeline.layout import GREY, BoxRow, Palette, of_stage, of_stages
 from yafsdp_fn.timeline.text import longest, shown
 from yafsdp_fn.timeline.timeline import Timeline
+from yafsdp_fn.util.mesh_axes import MeshAxes
 from yafsdp_fn.util.schema import kinds, typed
 
 Colours = tuple[list[str], list[str]]
@@ -88,7 +89,7 @@ class Playground:
         """The meshes of so many GPUs that the builder can run on, inside of a stage."""
         return [arguments(dict(mesh)) for mesh in self._meshes(settings)]
 
-    def _meshes(self, settings: dict[str, Any]) -> list[Mesh]:
+    def _meshes(self, settings: dict[str, Any]) -> list[MeshAxes]:
         gpus, stages, name = settings["gpus"], settings["stages"], settings["builder"]
         if gpus < 1 or stages < 1 or gpus % stages:
             raise ValueError(f"{stages} stages do not divide {gpus} GPUs")
