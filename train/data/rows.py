@@ -44,7 +44,7 @@ Position = Any
 """A place in the text that JSON can hold: an integer, or where streams are among the rows, a dict."""
 
 
-Count = Annotated[int, Limits(0, 2**62)]
+Count = Annotated[int, Limits(0, 2**62 - 1)]
 
 
 def typed_as(kind: Any, value: Any, what: str) -> Any:
