@@ -33,9 +33,11 @@ Mesh = Any
 WORLDS = on_ranks(1, 2)
 
 
-def live(
-    setting: Setting, update: bool, copies: bool, history: list[str], folder: Path
-) -> list[tuple[str, list[Tensor]]]:
+Seen = list[tuple[str, list[Tensor]]]
+"""Actions, and the tensors after each."""
+
+
+def live(setting: Setting, update: bool, copies: bool, history: list[str], folder: Path) -> Seen:
     """What is seen after each action. copies: each begins with a copy of the state, so that nothing is carried."""
     life, seen = Life(setting, update, folder), []
     for action in ["step", "step", *history, "step", "step"]:
@@ -47,6 +49,13 @@ def live(
     assert program.has_updates is update
     assert copies or not update or bool(program.carried())
     return seen
+
+
+def assert_same(found: Seen, expected: Seen, what: str) -> None:
+    for (action, tensors), (_, others) in zip(found, expected, strict=True):
+        assert len(tensors) == len(others)
+        for a, b in zip(tensors, others, strict=True):
+            assert torch.equal(a, b) or bool(a.isnan() & b.isnan()), f"{action} {what}"
 
 
 def drawn(seed: int, length: int) -> list[str]:
@@ -90,10 +99,7 @@ def test_every_history_ends_in_the_same_bits(mesh: Any, setting: Setting, tmp_pa
         expected = live(setting, False, True, history, folder / "copies")
         for update in (True, False) if setting.mesh == "shard" and setting.kind == "frozen" else (True,):
             found = live(setting, update, False, history, folder / str(update))
-            for (action, tensors), (_, others) in zip(found, expected, strict=True):
-                assert len(tensors) == len(others)
-                for a, b in zip(tensors, others, strict=True):
-                    assert torch.equal(a, b) or bool(a.isnan() & b.isnan()), f"{action} of {history}, update={update}"
+            assert_same(found, expected, f"of {history}, update={update}")
 
 
 # ---- how often weights are gathered

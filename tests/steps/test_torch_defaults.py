@@ -20,7 +20,7 @@ from tests.harness import histories
 from tests.harness.oracle import batch_of
 from tests.harness.pool import on_ranks
 from tests.harness.problems import base_loss, base_params
-from tests.steps.test_carried import SETTINGS, live
+from tests.steps.test_carried import SETTINGS, assert_same, live
 
 
 @contextlib.contextmanager
@@ -45,9 +45,7 @@ def test_whatever_happens_to_a_state_gives_the_same_bits(mesh: Any, tmp_path: Pa
         expected = live(SETTINGS[0], True, False, history, tmp_path / "expected")
         with other_defaults():
             found = live(SETTINGS[0], True, False, history, tmp_path / "found")
-    for (action, tensors), (_, others) in zip(found, expected, strict=True):
-        for a, b in zip(tensors, others, strict=True):
-            assert torch.equal(a, b) or bool(a.isnan() & b.isnan()), action
+    assert_same(found, expected, "under other defaults")
 
 
 def numbers(mesh: Any, folder: Path) -> list[Any]:

@@ -53,7 +53,7 @@ SAID = {
 
 
 def told(notes: Notes, words: Mapping[str, str]) -> str:
-    """Says what was counted, as far as there is any of it."""
+    """Writes the counts that are not zero, each before its words."""
     return "".join(f", {notes[name]:,} {said}" for name, said in words.items() if notes[name])
 
 

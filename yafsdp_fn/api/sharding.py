@@ -168,14 +168,15 @@ def _from_leaves(
     from_rank_0: bool = False,
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
-    trained = {getattr(leaf, "requires_grad", None): path for path, leaf in named_leaves(trainable(params))}
+    given = list(named_leaves(trainable(params)))
+    trained = {getattr(leaf, "requires_grad", None): path for path, leaf in given}
     if like is None and {True, False} <= trained.keys():
         warnings.warn(
             f"shard: {trained[False]} does not require grad, but is trained as others are, which do; mark what is to "
             "stay as it is, ya.frozen(tree), or call requires_grad_() on all",
             stacklevel=3,
         )
-    wide = [path for path, leaf in named_leaves(trainable(params)) if getattr(leaf, "dtype", None) == torch.float64]
+    wide = [path for path, leaf in given if getattr(leaf, "dtype", None) == torch.float64]
     if wide and precision is DEFAULT_PRECISION:
         warnings.warn(
             f"{wide[0]} is float64, and is trained in float32, the default. Give precision=ya.Precision(torch.float64) "
