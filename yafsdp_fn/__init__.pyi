@@ -76,8 +76,6 @@ from yafsdp_fn.modules.functionalize import functionalize as functionalize
 from yafsdp_fn.modules.functionalize import load_into as load_into
 from yafsdp_fn.modules.lora import lora as lora
 from yafsdp_fn.modules.lora import merge_lora as merge_lora
-from yafsdp_fn.nn.float8 import Float8 as Float8
-from yafsdp_fn.nn.float8 import float8 as float8
 from yafsdp_fn.nn.linear import embedding as embedding
 from yafsdp_fn.nn.linear import linear as linear
 from yafsdp_fn.nn.linear import linear_cross_entropy as linear_cross_entropy

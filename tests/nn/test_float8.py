@@ -1,4 +1,4 @@
-"""ya.Float8 as a factor of products; in steps: tests/steps/test_float8.py."""
+"""ya.formats.Float8 as a factor of products; in steps: tests/steps/test_float8.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def given(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 def derivatives(x: Tensor, w: Tensor, along: Tensor, bias: Tensor | None = None) -> list[Tensor]:
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = ya.linear(x, ya.Float8(w), bias)
+    y = ya.linear(x, ya.formats.Float8(w), bias)
     return [y.detach(), *torch.autograd.grad(y, [x, w], along)]
 
 
@@ -67,18 +67,18 @@ def test_numbers_are_exact_in_what_blocks_compute_in() -> None:
 def test_each_row_is_by_itself() -> None:
     """Parts of a batch have the bits of the whole; what is not finite stays in its row; half floats do not overflow."""
     x, w, _ = given()
-    weight = ya.Float8(w)
+    weight = ya.formats.Float8(w)
     whole = ya.linear(x, weight)
     near([ya.linear(x[:, :2], weight)], [whole[:, :2]], 1e-7)
     x[1, 2, 3] = float("inf")
     assert not ya.linear(x, weight)[1, 2].isfinite().any()
     assert torch.equal(ya.linear(x, weight)[0], whole[0])
-    assert ya.linear(torch.full((4, 32), 300.0).half(), ya.Float8(torch.full((48, 32), 5.0))).isfinite().all()
+    assert ya.linear(torch.full((4, 32), 300.0).half(), ya.formats.Float8(torch.full((48, 32), 5.0))).isfinite().all()
 
 
 def test_it_is_a_factor_in_all_ways_to_ask_for_a_product() -> None:
     x, w, along = given()
-    weight, bias = ya.Float8(w), torch.randn(48)
+    weight, bias = ya.formats.Float8(w), torch.randn(48)
     wanted = ya.linear(x, weight) + bias
     for found in (ya.linear(x, weight, bias), F.linear(x, weight, bias), F.linear(input=x, weight=weight, bias=bias)):
         assert torch.equal(found, wanted)
@@ -90,10 +90,10 @@ def test_it_is_a_factor_in_all_ways_to_ask_for_a_product() -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
-    "matmul": (TypeError, "matmul of a ya.Float8, which ya.linear", lambda w: torch.matmul(torch.ones(48), w)),
-    "transposed": (AttributeError, "T of a ya.Float8", lambda w: w.T),
-    "factors": (TypeError, "linear of a ya.Float8", lambda w: F.linear(w, torch.ones(2, 32))),
-    "twice": (TypeError, "a ya.Float8 of a Float8: expected a weight", ya.Float8),
+    "matmul": (TypeError, "matmul of a ya.formats.Float8, which ya.linear", lambda w: torch.matmul(torch.ones(48), w)),
+    "transposed": (AttributeError, "T of a ya.formats.Float8", lambda w: w.T),
+    "factors": (TypeError, "linear of a ya.formats.Float8", lambda w: F.linear(w, torch.ones(2, 32))),
+    "twice": (TypeError, "a ya.formats.Float8 of a Float8: expected a weight", ya.formats.Float8),
 }
 
 
@@ -101,20 +101,20 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[Any], Any]]] = {
 def test_other_uses_are_refused(what: str) -> None:
     error, words, use = REFUSED[what]
     with pytest.raises(error, match=words):
-        use(ya.Float8(torch.ones(48, 32)))
+        use(ya.formats.Float8(torch.ones(48, 32)))
 
 
 def test_choices_that_cannot_be_are_refused() -> None:
     matrix, vector = ya.Param((3, 48, 32)), ya.Param((3, 48))
     layers = {"up": matrix, "gain": vector, "router": ya.Param((3, 4, 32), compute=torch.float32)}
-    chosen = ya.float8({"layers": ya.Stacked(layers), "head": ya.Param((48, 32))})
-    names = [name for name, node in chosen["layers"].tree.items() if isinstance(node, ya.Float8)]
+    chosen = ya.formats.float8({"layers": ya.Stacked(layers), "head": ya.Param((48, 32))})
+    names = [name for name, node in chosen["layers"].tree.items() if isinstance(node, ya.formats.Float8)]
     assert names == ["up"] and isinstance(chosen["head"], ya.Param)
     with pytest.raises(ValueError, match=r"where chose layers.gain, of shape \(48,\)"):
-        ya.float8({"layers": ya.Stacked(layers)}, lambda path, _: path.endswith("gain"))
+        ya.formats.float8({"layers": ya.Stacked(layers)}, lambda path, _: path.endswith("gain"))
     with pytest.raises(ValueError, match="no matrix was chosen"):
-        ya.float8({"head": ya.Param((48, 32))})
+        ya.formats.float8({"head": ya.Param((48, 32))})
     with pytest.raises(ValueError, match=r"layers.up has an adapter"):
-        ya.float8(ya.lora({"layers": ya.Stacked(layers)}, 2, lambda path, _: path.endswith("up")))
-    with pytest.raises(TypeError, match=r"a ya.Float8 of a LowRank"):
+        ya.formats.float8(ya.lora({"layers": ya.Stacked(layers)}, 2, lambda path, _: path.endswith("up")))
+    with pytest.raises(TypeError, match=r"a ya.formats.Float8 of a LowRank"):
         ya.lora(chosen, 2, lambda path, _: path.endswith("up"))

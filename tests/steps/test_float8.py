@@ -43,7 +43,7 @@ def light(kind: str = "plain", wires: str = "float8") -> Any:
     def chosen(path: str, param: Any) -> bool:
         return path.endswith((".up", ".down", ".out")) and "router" not in path
 
-    return ya.float8(tree(WIRES[wires], kind), chosen)
+    return ya.formats.float8(tree(WIRES[wires], kind), chosen)
 
 
 def on_a_rank(mesh: Any, name: str, kind: str, formats: str, parts: int) -> None:
@@ -83,7 +83,7 @@ def test_across_stages(_: Any) -> None:
 @on_ranks(2)
 def test_over_tensor_they_are_refused(_: Any) -> None:
     mesh = ya.mesh(device="cpu", tensor=2)
-    params = ya.float8(split_tree(8, 8))
+    params = ya.formats.float8(split_tree(8, 8))
     with pytest.raises(ValueError, match=r"layers\S*down is split over tensor, and float8 takes whole rows"):
         ya.init(params, TX, mesh=mesh)
 
@@ -137,7 +137,7 @@ def test_modules(mesh: Any) -> None:
     def squared(params: Any, x: torch.Tensor) -> torch.Tensor:
         return model(params, x).square().mean()
 
-    state = ya.shard(ya.float8(params), TX, mesh=mesh)
+    state = ya.shard(ya.formats.float8(params), TX, mesh=mesh)
     x = torch.randn(4, 8)
     whole = ya.unshard(state.params)
     value, _ = ya.value_and_grad(squared)(state.params, x)

@@ -89,7 +89,7 @@ def travelling(params: Any, wire: str) -> Any:
     if wire == "none":
         return params
     if wire == "float8":
-        return ya.float8(params)
+        return ya.formats.float8(params)
     format = ya.formats.Scaled(stochastic=wire == "int8-stochastic")
     return ya.params.with_wire(
         params,

@@ -76,7 +76,7 @@ class Float8:
     `in` and `out` are multiples of 16; elsewhere the same numbers are multiplied in the dtype of x. A weight beyond 7
     becomes NaN. All other uses in a block are refused with a TypeError.
 
-    >>> weight = ya.Float8(torch.tensor([[1.0, 0.3], [0.0, -2.0]]))
+    >>> weight = ya.formats.Float8(torch.tensor([[1.0, 0.3], [0.0, -2.0]]))
     >>> ya.linear(torch.tensor([1.0, 1.0]), weight)            # 0.3 becomes 0.3125
     tensor([ 1.3125, -2.0000])
     """
@@ -85,7 +85,7 @@ class Float8:
 
     def __post_init__(self) -> None:
         if isinstance(self.weight, Float8) or is_low_rank(self.weight):
-            raise TypeError(f"a ya.Float8 of a {type(self.weight).__name__}: expected a weight; {LEAVE_OUT}")
+            raise TypeError(f"a ya.formats.Float8 of a {type(self.weight).__name__}: expected a weight; {LEAVE_OUT}")
 
     @property
     def shape(self) -> torch.Size:
@@ -120,8 +120,8 @@ class Float8:
         raise AttributeError(f"{name} of {PRODUCTS_ALONE}")
 
 
-LEAVE_OUT = "ya.float8(params, where) leaves out weights that are used in another way"
-PRODUCTS_ALONE = f"a ya.Float8, which ya.linear and F.linear multiply: it has no other use. {LEAVE_OUT}"
+LEAVE_OUT = "ya.formats.float8(params, where) leaves out weights that are used in another way"
+PRODUCTS_ALONE = f"a ya.formats.Float8, which ya.linear and F.linear multiply: it has no other use. {LEAVE_OUT}"
 
 
 def _flat(node: Float8) -> tuple[Any, ...]:
@@ -144,7 +144,7 @@ def float8(params: Tree, where: LeafRule | None = None) -> Tree:
     Raises ValueError if the choice is empty, not a matrix, or has an adapter, naming the leaf.
 
     >>> bf16 = ya.Precision(compute=torch.bfloat16)
-    >>> states = [ya.init(tree, mesh=mesh, precision=bf16) for tree in (params, ya.float8(params))]
+    >>> states = [ya.init(tree, mesh=mesh, precision=bf16) for tree in (params, ya.formats.float8(params))]
     >>> [state.memory.units[-1].gather_bytes for state in states]
     [1024, 512]
     """

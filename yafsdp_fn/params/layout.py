@@ -44,7 +44,7 @@ def check_blocks(path: str, axis: str, run: int, formats: Sequence[Format | None
         if format is not None and format.kept:
             raise ValueError(
                 f"{path} is split over {axis}, and {format.name} takes whole rows of what it multiplies: a part of a "
-                "row has another largest element; leave this weight out (ya.float8(params, where))"
+                "row has another largest element; leave this weight out (ya.formats.float8(params, where))"
             )
         if format is not None and run % format.block:
             raise ValueError(

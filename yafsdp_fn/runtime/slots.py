@@ -1,7 +1,7 @@
 """Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
 
 weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype; what arrives in a wire format lies at its
-                               end, and is decoded from the front, or stays as it is (`ya.Float8`)
+                               end, and is decoded from the front, or stays as it is (`ya.formats.Float8`)
 gradient slot s holds unit u:  view [padded numel of u] in u's reduce dtype
 secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
 
