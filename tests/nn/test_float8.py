@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
+from tests.harness.gpu import DEVICES
 from yafsdp_fn.nn import float8
 from yafsdp_fn.nn.float8 import IN_FLOAT8
 
@@ -38,11 +39,15 @@ def near(found: list[Tensor], wanted: list[Tensor], part: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", [False, True])
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_products_are_of_numbers_of_8_bits(dtype: torch.dtype, kernel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By torch's kernel, too, which is here on the CPU. The weight's gradient is of the values themselves."""
-    monkeypatch.setattr(float8, "_has_kernel", lambda *_: kernel)
-    x, w, along = given(dtype)
+def test_products_are_of_numbers_of_8_bits(
+    dtype: torch.dtype, device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By torch's kernel, too, which is there on the CPU. The weight's gradient is of the values themselves."""
+    if device == "cpu" or not kernel:
+        monkeypatch.setattr(float8, "_has_kernel", lambda *_: kernel)
+    x, w, along = (each.to(device) for each in given(dtype))
     seen = ya.formats.passed(IN_FLOAT8, w).double()
     y = F.linear(ya.formats.passed(ROWS, x, torch.float64), seen)
     to_x = ya.formats.passed(OUTS, along, torch.float64) @ seen

@@ -82,7 +82,7 @@ class Options:
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
     wire: Literal["none", "int8", "int8-both"] = "none"
-    """What the layers' matrices travel in: weights in int8, or weights and gradients."""
+    """Format in which the layers' matrices travel: weights in int8, or weights and gradients."""
     memory_gib: float | None = None
     """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
     timeline: Path | None = Path("plan.png")

@@ -18,6 +18,7 @@ from yafsdp_fn.params.markers import register_node
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import as_described
 from yafsdp_fn.params.tree import Tree, dotted, in_stack
+from yafsdp_fn.util.on_gpu import is_on_gpu
 
 # ---- Numbers of 8 bits.
 #
@@ -32,8 +33,8 @@ NUMBERS = torch.float8_e4m3fn
 LARGEST = 448.0
 
 SCALE = 2.0**-6
-"""What a weight's number 1 stands for: numbers are then exact in every dtype that blocks compute in. Weights from 2e-4
-to 7 keep 4 bits, smaller ones are off by 1.5e-5 at most."""
+"""Value of a weight's number 1: numbers are then exact in every dtype that blocks compute in. Weights from 2e-4 to 7
+keep 4 bits, smaller ones are off by 1.5e-5 at most."""
 
 
 class _InFloat8(Format):
@@ -260,6 +261,6 @@ def _product(x: Tensor, numbers: Tensor) -> Tensor:
 
 
 def _has_kernel(x: Tensor, outs: int, ins: int) -> bool:
-    if x.device.type != "cuda" or x.dtype != torch.bfloat16 or outs % 16 or ins % 16:
+    if not is_on_gpu(x) or x.dtype != torch.bfloat16 or outs % 16 or ins % 16:
         return False
     return torch.cuda.get_device_capability(x.device) >= (9, 0)
