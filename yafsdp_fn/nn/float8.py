@@ -257,7 +257,8 @@ def _product(x: Tensor, numbers: Tensor) -> Tensor:
         dtype = wide if x.dtype == torch.float16 else x.dtype
         out = F.linear(of_rows.to(dtype), numbers.to(dtype)).to(wide).mul(scale * SCALE).to(x.dtype)
     # a view that a Function returns cannot be written in place
-    return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], outs))
+    whole: Tensor = torch.ops.aten._unsafe_view(out, (*x.shape[:-1], outs))
+    return whole
 
 
 def _has_kernel(x: Tensor, outs: int, ins: int) -> bool:
