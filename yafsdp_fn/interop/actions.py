@@ -127,7 +127,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     replaced = (Gather, Stash) * gathers + (Reduce, AllReduce) * reductions
     before, *after = _listed(trace, actions, slots, reductions)
     ops: list[Op] = before
-    for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.cut):
+    for op, call, _, ends in in_calls(program):
         if isinstance(op, replaced):
             continue
         if isinstance(op, ComputeOp):
@@ -154,7 +154,7 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
     own = trace.cut.of(trace.stage)
     ops: list[Op] = []
     for action, segments in _there(actions):
-        visits = [trace.visits[number] for number in _visits(trace, action.segment)]
+        visits = [trace.visits[number] for number in trace.cut.visits(action.segment)]
         trained = [unit for visit in visits for unit in visit.trained]
         if action.call is not None:
             yield ops
@@ -228,13 +228,9 @@ def _there(actions: Iterable[Action]) -> Iterator[tuple[Action, frozenset[int]]]
 def units_of(trace: Trace, segment: int) -> tuple[int, ...]:
     """Returns the units that the visits of a segment use."""
     found: dict[int, None] = {}
-    for number in _visits(trace, segment):
+    for number in trace.cut.visits(segment):
         found |= dict.fromkeys(trace.visits[number].units)
     return tuple(found)
-
-
-def _visits(trace: Trace, segment: int) -> range:
-    return trace.cut.visits(segment)
 
 
 # ---- A schedule from rows.

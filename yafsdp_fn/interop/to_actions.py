@@ -128,7 +128,7 @@ class _StageCalls:
         self.taken = taken
         calls = calls_of(program)
         self.calls = [call._replace(microbatch=taken.index(call.microbatch)) for call in calls]
-        self.ops = [*in_calls(program.ops, self.calls, split)]
+        self.ops = [*in_calls(program)]
         self.own: dict[int, list[int]] = defaultdict(list)
         for at, call in enumerate(self.calls):
             self.own[call.segment].append(at)
