@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -171,10 +171,6 @@ class _TracedDestination(Destination):
         self.formed = self._held[0].nbytes
         self.state = "written"  # a fake scale has no value to look at
         return True
-
-
-Noted = Sequence[tuple[AxisCollective, bool]]
-"""Collectives that a block has called, and whether each has a backward."""
 
 
 def measure(
