@@ -11,7 +11,7 @@ from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.planner.cluster import Cluster, Phases
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
-from yafsdp_fn.program.events import EventTime, Rate, play
+from yafsdp_fn.program.events import EventTime, Rate, StageEvent, play
 from yafsdp_fn.program.ops import (
     OPS,
     AllReduce,
@@ -243,7 +243,8 @@ def proved(program: Program) -> Program:
 def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str = "") -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
-    times = play(todo, rates_on(cluster))
+    events = [StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo]
+    times = play(events, rates_on(cluster))
     slower = 1 + cluster.straggling(program.trace.world)
     spans = []
     for number, (task, at) in enumerate(zip(todo, times, strict=True)):
