@@ -1,7 +1,7 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
-import functools
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -217,20 +217,10 @@ def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
-    value = functools.cache(value)
+    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n."""
     if value(most) <= limit:
         return most
-    low = 0
-    high = most
-    while high - low > 1:
-        guess = low + (high - low) * (limit - value(low)) // (value(high) - value(low))
-        middle = min(max(guess, low + 1), high - 1)
-        if value(middle) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_right(range(1, most), limit, key=value)
 
 
 def by_seconds(choice: Choice) -> tuple[float, float, int]:
