@@ -150,8 +150,7 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
     added: set[int] = set()  # units with a gradient that is not reduced
     last: dict[int, Action] = {}  # segment -> the call that has added to its gradient last, and is not reduced
     left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
-    assert trace.stage is not None
-    own = trace.cut.of(trace.stage)
+    own = trace.cut.of(trace.stage or 0)
     ops: list[Op] = []
     for action, segments in _there(actions):
         visits = [trace.visits[number] for number in trace.cut.visits(action.segment)]
@@ -275,10 +274,9 @@ def from_actions(
     listed = not words.isdisjoint(MESSAGES)
 
     def as_listed(part: Trace) -> Program:
-        assert part.stage is not None
         if not gathers and not reductions:
             return inside(part)
-        return literal(inside(part), actions[part.stage], gathers=gathers, reductions=reductions)
+        return literal(inside(part), actions[part.stage or 0], gathers=gathers, reductions=reductions)
 
     def schedule(trace: Trace) -> Program:
         split = split_of(trace)

@@ -36,6 +36,7 @@ from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, stacked
+from yafsdp_fn.util.mesh_axes import ranks_on
 from yafsdp_fn.util.owners import Leaf, assign
 
 Result = TypeVar("Result")
@@ -224,7 +225,7 @@ def _leaves_of(group: Group) -> list[Leaf]:
     """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
     found = []
     layout = group.layout
-    parts = math.prod(size for _, size in group.axes)
+    parts = ranks_on(group.axes)
     for position, (path, shape) in enumerate(zip(layout.names, group.whole.shapes, strict=True)):
         offset = layout.offsets[position]
         if not group.pinned:

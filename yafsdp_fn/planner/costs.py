@@ -16,7 +16,6 @@ Offload, Fetch    bytes over the link to the host; a forward that saves a carry 
 """
 
 import itertools
-import math
 import operator
 from collections import Counter
 from collections.abc import Iterable
@@ -30,7 +29,7 @@ from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
 from yafsdp_fn.program.trace import Collectives, Trace, UnitSpec
 from yafsdp_fn.schedules import remat
-from yafsdp_fn.util.mesh_axes import SHARD
+from yafsdp_fn.util.mesh_axes import SHARD, ranks_on
 
 UPDATE_BYTES = {"fused": 30, "eager": 90, "pieces": 90}
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy. In one kernel:
@@ -229,7 +228,7 @@ def _check_mesh(trace: Trace, cluster: Cluster) -> None:
     world = trace.stage_ranks
     per_node = cluster.gpus_per_node
     local = trace.local_ranks
-    neighbours = math.prod(size for _, size in trace.inside)
+    neighbours = ranks_on(trace.inside)
     if "local" in dict(trace.mesh) and local > per_node and world > per_node:
         raise ValueError(
             f"the mesh has {local} ranks per node, a node of {cluster.name} has {per_node}: build it on "
@@ -256,7 +255,7 @@ def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> Collectiv
     ranks = 1
     per_node = 1
     stride = 1
-    outer = trace.ranks // math.prod(size for _, size in trace.inside)
+    outer = trace.ranks // ranks_on(trace.inside)
     for name, size in (*reversed(trace.inside), (SHARD, outer)):  # neighbours first
         if name not in over:
             ranks = ranks * size

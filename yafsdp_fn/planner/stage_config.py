@@ -115,8 +115,7 @@ class Design(NamedTuple):
             return self.configs[0].program(trace)
 
         def inside(part: Trace) -> Program:
-            assert part.stage is not None
-            return self.configs[part.stage].program(part)
+            return self.configs[part.stage or 0].program(part)
 
         return orders.staged(lambda *_: self.rows, inside, pace=self.pace)(trace)
 

@@ -259,10 +259,14 @@ def measure(
     )
 
 
+Noted = list[tuple[AxisCollective, bool]]
+"""Collectives over axes inside blocks that were called, and whether each has a backward."""
+
+
 @contextmanager
-def noting(ranks: Ranks) -> Iterator[list[tuple[AxisCollective, bool]]]:
-    """Collects the collectives over axes inside blocks in its context, and whether each has a backward."""
-    before, found = ranks.called, list[tuple[AxisCollective, bool]]()
+def noting(ranks: Ranks) -> Iterator[Noted]:
+    """Collects the collectives over axes inside blocks in its context."""
+    before, found = ranks.called, Noted()
     ranks.called = lambda call, given, _: found.append((call, given.requires_grad and call.kind != "pmax"))
     try:
         yield found

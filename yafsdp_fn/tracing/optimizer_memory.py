@@ -1,6 +1,5 @@
 """Measures, on fake tensors, the memory of an optimizer, and the computation of owners of whole leaves."""
 
-import math
 from collections import Counter
 from contextlib import suppress
 from functools import cache, partial
@@ -29,7 +28,7 @@ from yafsdp_fn.program.program import after_program
 from yafsdp_fn.program.trace import Lent, Trace
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.tracing.body import LiveBytes
-from yafsdp_fn.util.mesh_axes import SHARD
+from yafsdp_fn.util.mesh_axes import SHARD, ranks_on
 from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
 
@@ -126,8 +125,7 @@ def _spread(state: Any, layout: TreeLayout, block: int) -> Spread:
                 on_host.update(dict.fromkeys(group.held, per_element // len(group.held)))
                 continue
             of = here[group.units]
-            parts = math.prod(size for _, size in of.axes)
-            shards[of.layout.numel, parts] += per_element
+            shards[of.layout.numel, ranks_on(of.axes)] += per_element
     spread = tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
     return fixed, spread, tuple(sorted(on_host.items()))
 
