@@ -180,9 +180,9 @@ def _with_copies(
 
     for op in program.ops:
         if isinstance(op, Gather | Reduce) and op.stream != turn:
-            out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
+            for stream in (turn, op.stream):
+                out.append(Copy((), stream, 0, writes=(COMMUNICATOR,)))
             turn = op.stream
-            out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
         if isinstance(op, Gather):
             fresh.update(zip(op.units, op.slots, strict=True))
         if isinstance(op, Reduce):

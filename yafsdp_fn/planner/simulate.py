@@ -28,7 +28,7 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.proof.verify import must_be_program, verify
 from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted
@@ -226,9 +226,7 @@ def simulate(program: Program, cluster: str | Cluster, *, title: str = "") -> Ti
     (True, True)
     """
     where = named(cluster)
-    if not isinstance(program, Program):
-        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
-        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: {how}")
+    must_be_program("simulate", program)
     program = proved(program)
     return run(program, tasks(program, where), where, title)
 
