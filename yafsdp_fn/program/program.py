@@ -214,20 +214,16 @@ class Program:
             )
         return self.stages[0]
 
-    @property
+    @cached_property
     def by_stage(self) -> tuple["Program", ...]:
         """The program of each stage alone, on the stage's own trace, which follows from its ops; this one itself if the
         step is not cut."""
         if self.trace.split is not None and self.trace.stage is None:
-            return self._by_stage
+            each = enumerate(self.stages)
+            return tuple(Program(stage_trace_of_ops(self.trace, stage, own), own) for stage, own in each)
         if len(self.stages) == 1:
             return (self,)
         return tuple(Program(self.trace, ops) for ops in self.stages)
-
-    @cached_property
-    def _by_stage(self) -> tuple["Program", ...]:
-        each = enumerate(self.stages)
-        return tuple(Program(stage_trace_of_ops(self.trace, stage, own), own) for stage, own in each)
 
     def with_ops(self, ops: Iterable[Op], stage: int = 0) -> "Program":
         """This program with other ops on `stage`."""
