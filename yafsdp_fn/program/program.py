@@ -279,14 +279,13 @@ class Program:
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves, or that crosses between segments, in it. Zero where
         nothing has measured what visits save."""
-        split = self.trace.split
+        split = self.trace.cut
         sizes: list[tuple[int, int]] = []
         for op in self.ops:
             if isinstance(op, ops.Forward | ops.Fetch) and op.carry_slot is not None:
                 sizes.append((op.carry_slot, self.trace.visits[op.visit].cost.carry_slot_bytes))
-            if split is not None:
-                messages = self.trace.messages_of(op)
-                sizes += [(slot, round_up(split.bytes_of(message), LINE)) for message, slot in messages]
+            for message, slot in self.trace.messages_of(op):
+                sizes.append((slot, round_up(split.bytes_of(message), LINE)))
         return _largest(sizes)
 
     def host_bytes(self) -> dict[int, int]:
@@ -322,8 +321,8 @@ class Program:
         for op in (*self.ops, *after):
             if isinstance(op, ops.Exchange):
                 sent["exchange"] += lent_bytes(trace, op.units)
-            elif isinstance(op, ops.Send) and trace.split is not None:
-                sent["message"] += trace.split.bytes_of(op.message)
+            elif isinstance(op, ops.Send):
+                sent["message"] += trace.cut.bytes_of(op.message)
             for number in getattr(op, "units", ()):
                 unit = trace.units[number]
                 ranks = trace.ranks_of(unit)
@@ -334,8 +333,8 @@ class Program:
                         sent["gather in node"] += _others(unit.gather_bytes, trace.local_ranks_of(unit))
                     case ops.Reduce():
                         sent["reduce"] += _others(unit.reduce_wire, ranks)
-                    case ops.AllReduce(over="stages") if trace.split is not None:
-                        holders = len(trace.split.holders(number))
+                    case ops.AllReduce(over="stages"):
+                        holders = len(trace.cut.holders(number))
                         sent["all-reduce over stages"] += 2 * unit.reduce_bytes // ranks * (holders - 1) // holders
                     case ops.AllReduce():
                         shards = (unit.reduce_bytes + (unit.sum_bytes or unit.reduce_bytes)) // ranks
