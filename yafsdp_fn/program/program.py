@@ -13,8 +13,8 @@ from typing import Any
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import ComputeOp, Exchange, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
-from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, closing, elsewhere
-from yafsdp_fn.util.mesh_axes import OUTSIDE, MeshAxes, padded_numel, round_up, subgroups
+from yafsdp_fn.program.trace import Compute, Lent, Trace, UnitSpec, Visit, closing, elsewhere
+from yafsdp_fn.util.mesh_axes import MeshAxes, padded_numel, round_up, subgroups
 from yafsdp_fn.util.owners import Leaf, assign
 
 # ---- What the optimizer's exchanges move, from leaves as they were measured.
@@ -23,35 +23,25 @@ from yafsdp_fn.util.owners import Leaf, assign
 def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
     """Returns the bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their
     leaves."""
-    cut = tuple((unit.numel, unit.align, unit.over) for unit in trace.units)
-    inside = tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE)
-    away = _away(trace.lent, cut, trace.ranks, inside)
+    away = _away(trace.lent, trace.units, trace.ranks, trace.inside)
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
 
 
 @lru_cache(maxsize=64)
-def _away(
-    lent: tuple[Lent, ...],
-    cut: tuple[tuple[int, int, tuple[str, ...]], ...],
-    ranks: int,
-    axes: MeshAxes,
-) -> dict[int, int]:
-    """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack.
-
-    cut: `(elements, align, over)` of all units; axes: `(name, size)` of those inside blocks
-    """
+def _away(lent: tuple[Lent, ...], units: tuple[UnitSpec, ...], ranks: int, inside: MeshAxes) -> dict[int, int]:
+    """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack."""
     # where the leaves are, and who owns them
-    units = []
+    found = []
     for unit, _, measured in lent:
-        numel, align, over = cut[unit]
-        holders = subgroups(ranks, dict(axes), across=over)  # of each part of the unit
+        spec = units[unit]
+        holders = subgroups(ranks, dict(inside), across=spec.over)  # of each part of the unit
         shards = len(holders[0])
         leaves = [Leaf("", offset, shape, 0, len(holders)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, shards, align) // shards, leaves, holders))
-    owners = assign(units, ranks)
+        found.append((unit, padded_numel(spec.numel, shards, spec.align) // shards, leaves, holders))
+    owners = assign(found, ranks)
     # of each leaf, what its owner has not got
     out: dict[int, int] = {}
-    for (unit, n, leaves, holders), of in zip(units, lent, strict=True):
+    for (unit, n, leaves, holders), of in zip(found, lent, strict=True):
         shard_of = {rank: shard for members in holders for shard, rank in enumerate(members)}
         away = 0.0
         for leaf, owner, (_, _, nbytes, _) in zip(leaves, owners[unit], of.leaves, strict=True):

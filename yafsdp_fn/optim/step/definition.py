@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
 from yafsdp_fn.optim.cutting import GLOBAL, Cutter, Host, UnitTree
-from yafsdp_fn.optim.leaf_exchange import Messages
-from yafsdp_fn.optim.leafwise import Leafwise, UnitPlan, at_owners, plan
+from yafsdp_fn.optim.leaf_exchange import Messages, UnitPlan
+from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
