@@ -19,7 +19,6 @@ from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.analysis import leafwise_lanes
 from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.layout import TreeLayout
-from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import OptimizerMemory
@@ -40,22 +39,22 @@ def with_optimizer(trace: Trace, tx: Any, skips: bool, placement: Placement[Any]
     """
     if tx is None:
         return trace
-    optimizer = optimizer_memory(tx, placement.layout, placement.precision, skips, placement.comms.device)
-    return trace._replace(optimizer=optimizer, lent=measured_leaves(tx, trace.lent, placement))
+    return trace._replace(
+        optimizer=optimizer_memory(tx, skips, placement), lent=measured_leaves(tx, trace.lent, placement)
+    )
 
 
 # ---- State and step of an optimizer, on fake tensors.
 
 
-def optimizer_memory(
-    tx: Any, layout: TreeLayout, precision: Precision, skips: bool, device: torch.device
-) -> OptimizerMemory:
-    """Returns the memory of `tx` for a state of `layout` on `device`: of its state, and of a step.
+def optimizer_memory(tx: Any, skips: bool, like: Placement[Any]) -> OptimizerMemory:
+    """Returns the memory of `tx` for a state that is placed `like` this, if one rank had all: of its state, and of a
+    step.
 
     An update that reads the values of tensors cannot run here: it counts as one that allocates nothing.
     """
-    axes = ((SHARD, 1),)
-    placement = Placement(layout, axes, precision, absent_ranks(axes, device))
+    axes, device = ((SHARD, 1),), like.comms.device
+    placement = Placement(like.layout, axes, like.precision, absent_ranks(axes, device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = trainable(placement.handles(placement.shards(device)))
         grads = trainable(placement.handles(placement.shards(device)))
@@ -74,7 +73,7 @@ def optimizer_memory(
     block = block_of(tx)
     one_by_one = bool(steps.parts) or block > 1
     elements = max(updated, default=0) if one_by_one else sum(updated)
-    fixed, shards, on_host = _spread(state, layout, block)
+    fixed, shards, on_host = _spread(state, like.layout, block)
     return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
 
 
