@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,7 @@ from yafsdp_fn.params.sharded import Sharded, handles_and_leaves
 from yafsdp_fn.params.sources import fill_group
 from yafsdp_fn.params.tree import Tree, checked_split, dotted
 from yafsdp_fn.util import disk
-from yafsdp_fn.util.mesh_axes import ALIGN
+from yafsdp_fn.util.mesh_axes import ALIGN, ranks_on
 from yafsdp_fn.util.schema import Limits, typed
 
 # ---- The tensors of a state by key: leaves that are the same on every rank, and slices of flat vectors.
@@ -182,7 +181,7 @@ def _described(group: Group, shard: Tensor) -> Description:
 
 def _shape_of(group: Group, layers: int | None) -> tuple[int, ...]:
     """Returns the shape in which a group is saved: [L, N], [N], or with the parts in front, if it is split."""
-    parts = (math.prod(size for _, size in group.axes),) if group.axes else ()
+    parts = (ranks_on(group.axes),) if group.axes else ()
     of_layers = () if layers is None else (layers,)
     return *parts, *of_layers, group.layout.numel
 

@@ -174,7 +174,7 @@ def load(
     >>> extra
     {'position': 17}
     """
-    return _load(directory, _copied(like, donate), step, params_only=False)
+    return _load(directory, like, step, donate, params_only=False)
 
 
 def load_params(
@@ -189,23 +189,20 @@ def load_params(
     >>> torch.equal(ya.global_norm(teacher.params), ya.global_norm(state.params))
     True
     """
-    return _load(directory, _copied(like, donate), step, params_only=True)[0]
+    return _load(directory, like, step, donate, params_only=True)[0]
 
 
-def _copied(like: ShardedState | None, donate: bool) -> ShardedState:
-    """Returns the state to load into: a copy, or `like` itself, if it is donated."""
+def _load(
+    directory: Directory, like: ShardedState | None, step: int | None, donate: bool, *, params_only: bool
+) -> tuple[ShardedState, dict[str, Any]]:
+    """Loads into a copy of `like`, or into `like` itself, if it is donated."""
     if not isinstance(like, ShardedState):
         raise TypeError(
             "like= is missing, or no state: a checkpoint is read into a state of this mesh, such as like=ya.init("
             "params, tx, mesh=mesh), or, for load_params, like=ya.init(params, mesh=mesh)"
         )
-    return like if donate else like.copy()
-
-
-def _load(
-    directory: Directory, like: ShardedState, step: int | None, *, params_only: bool
-) -> tuple[ShardedState, dict[str, Any]]:
-    like, ranks = like.check(), ranks_of(like.mesh)
+    like = like.check() if donate else like.copy()
+    ranks = ranks_of(like.mesh)
     source = _whole(directory, step, ranks)
     where = str(source)
     reading = f"reading {source}"

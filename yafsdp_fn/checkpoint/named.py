@@ -67,11 +67,7 @@ def load_named(directory: Directory, params: Tree, name: Name) -> Tree:
     """
     root = Path(directory).absolute()  # weights are read later, wherever the working directory is then
     find, unread = _finder(root, name)
-
-    def lazy(accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
-        return _lazy(find, dotted(accessor), leaf, in_stack(accessor))
-
-    found: Tree = optree.tree_map_with_accessor(lazy, params)
+    found: Tree = optree.tree_map_with_accessor(partial(_lazy, find), params)
     if left := unread():
         warnings.warn(f"{root} has {some(left)}, of which these params have no leaf: not read", stacklevel=2)
     return found
@@ -132,10 +128,10 @@ def _finder(root: Path, name: Name) -> tuple[Callable[..., Theirs], Callable[[],
     return find, unread
 
 
-def _lazy(find: Callable[..., Theirs], path: str, leaf: Any, layered: bool) -> Lazy:
+def _lazy(find: Callable[..., Theirs], accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
     """Returns the leaf that loads the tensors of a parameter, which have its shape, one for each layer."""
-    shape = tuple(leaf.shape)
-    if not layered:
+    path, shape = dotted(accessor), tuple(leaf.shape)
+    if not in_stack(accessor):
         one = find(path, None, shape)
         return Lazy.in_place_of(leaf, one.dtype, lambda _: one.read())
     layers = [find(path, layer, shape[1:]) for layer in range(shape[0])]

@@ -238,7 +238,7 @@ def all_gather(x: Any, axis_name: str, *, axis: int = 0, tiled: bool = False) ->
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
-        at = _dimension("all_gather", "axis", axis, leaf.ndim + (not tiled))
+        at = _dimension("all_gather: axis", axis, leaf.ndim + (not tiled))
         leaf = leaf if tiled else leaf.unsqueeze(at)
         if of.size == 1:
             return leaf
@@ -260,8 +260,8 @@ def psum_scatter(x: Any, axis_name: str, *, scatter_dimension: int = 0, tiled: b
     ranks, of = _axis(axis_name)
 
     def one(leaf: Tensor) -> Tensor:
-        at = _dimension("psum_scatter", "scatter_dimension", scatter_dimension, leaf.ndim)
-        _must_fit("psum_scatter", "scatter_dimension", leaf, at, axis_name, of.size, tiled)
+        at = _dimension("psum_scatter: scatter_dimension", scatter_dimension, leaf.ndim)
+        _must_fit("psum_scatter: scatter_dimension", leaf, at, axis_name, of.size, tiled)
         leaf = _counted(leaf)
         if of.size > 1:
             leaf = _Along(ranks, axis_name, "psum_scatter")(leaf.movedim(at, 0)).movedim(0, at)
@@ -308,8 +308,8 @@ def all_to_all(
     sent, received = (tuple(map(int, sizes)) if sizes is not None else (1,) * of.size for sizes in given)
 
     def one(leaf: Tensor) -> Tensor:
-        at = _dimension("all_to_all", "split_axis", split_axis, leaf.ndim)
-        to = _dimension("all_to_all", "concat_axis", concat_axis, leaf.ndim)
+        at = _dimension("all_to_all: split_axis", split_axis, leaf.ndim)
+        to = _dimension("all_to_all: concat_axis", concat_axis, leaf.ndim)
         if split_sizes is not None:
             if leaf.shape[at] != sum(sent):
                 raise ValueError(
@@ -317,7 +317,7 @@ def all_to_all(
                 )
             moved = leaf.movedim(at, 0)
         else:
-            _must_fit("all_to_all", "split_axis", leaf, at, axis_name, of.size, tiled)
+            _must_fit("all_to_all: split_axis", leaf, at, axis_name, of.size, tiled)
             parted = (*leaf.shape[:at], of.size, leaf.shape[at] // of.size, *leaf.shape[at + 1 :])
             moved = (leaf.reshape(parted) if tiled else leaf).movedim(at, 0)
         if of.size > 1:
@@ -365,16 +365,17 @@ def _counted(leaf: Tensor) -> Tensor:
     return leaf.long() if leaf.dtype == torch.bool else leaf
 
 
-def _dimension(what: str, argument: str, axis: int, ndim: int) -> int:
+def _dimension(argument: str, axis: int, ndim: int) -> int:
+    """Returns an axis counted from 0. argument: of a function, for errors"""
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{what}: {argument}={axis} of a tensor with {ndim} axes")
+        raise ValueError(f"{argument}={axis} of a tensor with {ndim} axes")
     return axis % ndim
 
 
-def _must_fit(what: str, argument: str, leaf: Tensor, at: int, axis_name: str, size: int, tiled: bool) -> None:
+def _must_fit(argument: str, leaf: Tensor, at: int, axis_name: str, size: int, tiled: bool) -> None:
     if leaf.shape[at] % size or (not tiled and leaf.shape[at] != size):
         wanted = f"a multiple of {size}" if tiled else f"{size}, or tiled=True"
         raise ValueError(
-            f"{what}: {argument}={at} of a tensor {tuple(leaf.shape)} is {leaf.shape[at]} long; over {axis_name} it "
+            f"{argument}={at} of a tensor {tuple(leaf.shape)} is {leaf.shape[at]} long; over {axis_name} it "
             f"should be {wanted}"
         )

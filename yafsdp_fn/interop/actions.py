@@ -127,7 +127,7 @@ def literal(program: Program, actions: Sequence[Action], *, gathers: bool, reduc
     replaced = (Gather, Stash) * gathers + (Reduce, AllReduce) * reductions
     before, *after = _listed(trace, actions, slots, reductions)
     ops: list[Op] = before
-    for op, call, _, ends in in_calls(program.ops, _calls(actions), trace.cut):
+    for op, call, _, ends in in_calls(program):
         if isinstance(op, replaced):
             continue
         if isinstance(op, ComputeOp):
@@ -150,11 +150,10 @@ def _listed(trace: Trace, actions: Iterable[Action], slots: dict[int, int], redu
     added: set[int] = set()  # units with a gradient that is not reduced
     last: dict[int, Action] = {}  # segment -> the call that has added to its gradient last, and is not reduced
     left = Counter(unit for now in trace.order for unit in writes_of(now, trace))
-    assert trace.stage is not None
-    own = trace.cut.of(trace.stage)
+    own = trace.cut.of(trace.stage or 0)
     ops: list[Op] = []
     for action, segments in _there(actions):
-        visits = [trace.visits[number] for number in _visits(trace, action.segment)]
+        visits = [trace.visits[number] for number in trace.cut.visits(action.segment)]
         trained = [unit for visit in visits for unit in visit.trained]
         if action.call is not None:
             yield ops
@@ -228,13 +227,9 @@ def _there(actions: Iterable[Action]) -> Iterator[tuple[Action, frozenset[int]]]
 def units_of(trace: Trace, segment: int) -> tuple[int, ...]:
     """Returns the units that the visits of a segment use."""
     found: dict[int, None] = {}
-    for number in _visits(trace, segment):
+    for number in trace.cut.visits(segment):
         found |= dict.fromkeys(trace.visits[number].units)
     return tuple(found)
-
-
-def _visits(trace: Trace, segment: int) -> range:
-    return trace.cut.visits(segment)
 
 
 # ---- A schedule from rows.
@@ -279,10 +274,9 @@ def from_actions(
     listed = not words.isdisjoint(MESSAGES)
 
     def as_listed(part: Trace) -> Program:
-        assert part.stage is not None
         if not gathers and not reductions:
             return inside(part)
-        return literal(inside(part), actions[part.stage], gathers=gathers, reductions=reductions)
+        return literal(inside(part), actions[part.stage or 0], gathers=gathers, reductions=reductions)
 
     def schedule(trace: Trace) -> Program:
         split = split_of(trace)

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from yafsdp_fn.program.ops import AllReduce, Gather, Op, Reduce
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace, reads_of, writes_of
-from yafsdp_fn.schedules.build import alternating_slots, op_of, own_slots, sums_over_stages
+from yafsdp_fn.schedules.build import alternating_slots, op_of, own_slots, sums_over_stages, visited
 from yafsdp_fn.schedules.builders import Schedule
 from yafsdp_fn.schedules.remat import Offloading, Remat, policy
 from yafsdp_fn.util.words import shown
@@ -92,7 +92,7 @@ has."""
 def groups_of(trace: Trace, reshard: bool, wrap: str = "layers") -> list[WrappedUnits]:
     """Returns the groups that settings make of a trace's units, in the order of their visits."""
     modules: dict[str, list[int]] = {}  # such parts are units of the same module
-    for unit in dict.fromkeys(unit for visit in trace.visits for unit in visit.units):
+    for unit in visited(trace):
         modules.setdefault(PART.sub("", trace.units[unit].name), []).append(unit)
     each = [*map(tuple, modules.values())]
     outside = [units for units in each if trace.units[units[0]].stack is None]

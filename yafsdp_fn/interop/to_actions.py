@@ -94,7 +94,7 @@ def to_actions(program: Program, format: Format = "compute_only", *, waits: bool
     end = len(split.homes) - 1
     last = calls_of(parts[split.homes[end]])
     taken = [call.microbatch for call in last if call.kind == "forward" and call.segment == end]
-    stages = [_StageCalls(split, number, part, taken) for number, part in enumerate(parts)]
+    stages = [_StageCalls(number, part, taken) for number, part in enumerate(parts)]
     rows = tuple(tuple(stage.row(waits) if whole else map(written, stage.calls)) for stage in stages)
     of_communication = _of_communication(stages, rows) if whole else [BY_TORCH]
     renamed = [f"numbers of microbatches: here they are in the order of losses, {taken}"] * (taken != sorted(taken))
@@ -121,14 +121,13 @@ class _StageCalls:
     number: of the stage; units: of each of its segments; own: segment -> its calls, by number
     """
 
-    def __init__(self, split: Split, number: int, program: Program, taken: list[int]) -> None:
-        self.split = split
+    def __init__(self, number: int, program: Program, taken: list[int]) -> None:
         self.number = number
         self.program = program
         self.taken = taken
         calls = calls_of(program)
         self.calls = [call._replace(microbatch=taken.index(call.microbatch)) for call in calls]
-        self.ops = [*in_calls(program.ops, self.calls, split)]
+        self.ops = [*in_calls(program)]
         self.own: dict[int, list[int]] = defaultdict(list)
         for at, call in enumerate(self.calls):
             self.own[call.segment].append(at)
@@ -160,7 +159,7 @@ class _StageCalls:
         """Yields sends and receives, each with the call that it is before: what is issued inside of one is after it."""
         for op, at, inside, _ in self.ops:
             if isinstance(op, MessageOp):
-                flow = self.split.flows[op.flow]
+                flow = self.program.trace.cut.flows[op.flow]
                 receives = isinstance(op, Receive)
                 end = flow.target if receives != op.back else flow.source
                 word = ("RECV" if receives else "SEND") + ("_B" if op.back else "_F")

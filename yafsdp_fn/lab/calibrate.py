@@ -217,11 +217,11 @@ def _links(
     return inside, between, _contention(everyone, link, alone, products, sizes, kind)
 
 
-def _both(group: ProcessGroup, nbytes: float, kind: str) -> Callable[[], None]:
+def _both(group: ProcessGroup, nbytes: int, kind: str) -> Callable[[], None]:
     """A gather and a reduction of so many bytes."""
     ranks = group.size()
     of = group_of(group)
-    size = max(1, int(nbytes) // ranks // 4)
+    size = max(1, nbytes // ranks // 4)
     full = torch.empty(ranks * size, device=kind)
     shard = torch.ones(size, device=kind)
 

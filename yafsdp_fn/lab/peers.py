@@ -152,7 +152,7 @@ def _size(trace: Trace, ids: Iterable[int]) -> Size:
 
 
 Bytes = Callable[[Size], float]
-"""The bytes of a copy for units of a size."""
+"""The bytes of a copy for units of a size; 0 where there is none."""
 
 
 def _cast(size: Size) -> float:
@@ -163,9 +163,9 @@ def _cast(size: Size) -> float:
 def _with_copies(
     program: Program,
     *,
-    gathered: Bytes | None = None,
+    gathered: Bytes = lambda size: 0,
     computed: Bytes,
-    reduced: Bytes | None = None,
+    reduced: Bytes = lambda size: 0,
 ) -> Program:
     """Adds copies to `program`: on the compute stream after gathers and backwards, and before reductions."""
     trace = program.trace
@@ -173,16 +173,16 @@ def _with_copies(
     turn = "gather"
     fresh: dict[int, int] = {}  # unit -> slot that nothing has copied out of
 
-    def copied(units: tuple[int, ...], stream: str, of_size: Bytes | None, **slots: tuple[Buffer, ...]) -> None:
-        nbytes = 0.0 if of_size is None else of_size(_size(trace, units))
+    def copied(units: tuple[int, ...], stream: str, of_size: Bytes, **slots: tuple[Buffer, ...]) -> None:
+        nbytes = of_size(_size(trace, units))
         if nbytes:
             out.append(Copy(units, stream, nbytes, **slots))
 
     for op in program.ops:
         if isinstance(op, Gather | Reduce) and op.stream != turn:
-            out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
+            for stream in (turn, op.stream):
+                out.append(Copy((), stream, 0, writes=(COMMUNICATOR,)))
             turn = op.stream
-            out.append(Copy((), turn, 0, writes=(COMMUNICATOR,)))
         if isinstance(op, Gather):
             fresh.update(zip(op.units, op.slots, strict=True))
         if isinstance(op, Reduce):

@@ -1,4 +1,4 @@
-"""The values of a module without memory: tensors of a directory of safetensors, by their names in the module."""
+"""The values of a module: its own, or tensors of a directory of safetensors, by their names in the module."""
 
 import os
 import warnings
@@ -11,21 +11,25 @@ from torch import Tensor, nn
 from yafsdp_fn.util.tensor_files import StoredTensor, scan_directory
 
 
-class ModuleFiles:
-    """The parameters and persistent buffers of a module as a directory of safetensors has them.
+class ModuleValues:
+    """The parameters of a module, or, if a directory is given, its parameters and persistent buffers as safetensors
+    there have them. in_memory: there is no directory
 
     Only headers are read. A parameter that the module has under several names may be there under any of them.
     Raises FileNotFoundError, TypeError or ValueError, naming the file and the tensor, if one is missing, of another
     shape, quantised, or there twice with other values. Warns of tensors that the module has not.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, directory: str | os.PathLike[str] | None) -> None:
+        self._module, self.in_memory = module, directory is None
+        self._found: dict[str, StoredTensor] = {}
+        if directory is None:
+            return
         stored = scan_directory(Path(directory))
         held = {name: x for name, x in module.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
         names: dict[int, list[str]] = {}
         for name, tensor in held.items():
             names.setdefault(id(tensor), []).append(name)
-        self._found: dict[str, StoredTensor] = {}
         for of_one in names.values():
             self._found |= dict.fromkeys(of_one, _found(of_one, held[of_one[0]], stored, directory))
         self._dtypes = {name: tensor.dtype for name, tensor in held.items()}
@@ -34,10 +38,13 @@ class ModuleFiles:
             warnings.warn(f"functionalize: {directory} has {unread[0]}{more}, which the module has not", stacklevel=4)
 
     def __contains__(self, name: str) -> bool:
+        """Tells whether the files have a tensor."""
         return name in self._found
 
     def read(self, name: str) -> Tensor:
-        """Returns the tensor, on the CPU, in the module's dtype."""
+        """Returns the tensor: a parameter's own, or, from a file, on the CPU, in the module's dtype."""
+        if self.in_memory:
+            return self._module.get_parameter(name).detach()
         return self._found[name].read().to(self._dtypes[name])
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as torch_pytree
 
 from yafsdp_fn.api.scan import apply, run_block
 from yafsdp_fn.api.sharding import unshard
-from yafsdp_fn.modules.files import ModuleFiles
+from yafsdp_fn.modules.files import ModuleValues
 from yafsdp_fn.modules.tree import (
     Computes,
     Layers,
@@ -105,9 +105,9 @@ def functionalize(
     >>> torch.equal(model(ya.materialize(tree), torch.ones(2)), module(torch.ones(2)))
     True
     """
-    found = None if files is None else ModuleFiles(files, module)
-    params, places = tree_of(module, layers, found, compute)
-    return params, Functionalized(without_weights(module, found), layers, places)
+    values = ModuleValues(module, files)
+    params, places = tree_of(module, layers, values, compute or {})
+    return params, Functionalized(without_weights(module, values), layers, places)
 
 
 class _Visited:

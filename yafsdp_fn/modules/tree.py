@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from yafsdp_fn.modules.files import ModuleFiles
+from yafsdp_fn.modules.files import ModuleValues
 from yafsdp_fn.params.markers import Stacked, Unit, frozen, has_marker
 from yafsdp_fn.params.sources import Lazy
 from yafsdp_fn.params.tree import join
@@ -73,7 +73,7 @@ class Absent(Tensor):
         return f"Absent({self._name!r})"
 
 
-def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.Module:
+def without_weights(module: nn.Module, values: ModuleValues) -> nn.Module:
     """Returns a deep copy of `module` without its parameters, with the buffers of its files."""
     memo: dict[int, Any] = {}
     for name, param in _all(module):
@@ -83,12 +83,11 @@ def without_weights(module: nn.Module, files: ModuleFiles | None = None) -> nn.M
     except Exception as error:
         what = f"{type(module).__name__} cannot be copied: {type(error).__name__}: {error}"
         raise TypeError(f"functionalize: {what}; take out what cannot, such as process groups and files") from error
-    if files is not None:
-        for path, part in made.named_modules():
-            for key in part._buffers:
-                name = join(path, key)
-                if name in files:
-                    part._buffers[key] = files.read(name)
+    for path, part in made.named_modules():
+        for key in part._buffers:
+            name = join(path, key)
+            if name in values:
+                part._buffers[key] = values.read(name)
     return made
 
 
@@ -265,9 +264,9 @@ class Places(NamedTuple):
 
 
 def tree_of(
-    module: nn.Module, layers: Layers, files: ModuleFiles | None = None, compute: Computes | None = None
+    module: nn.Module, layers: Layers, values: ModuleValues, compute: Computes
 ) -> tuple[dict[str, Any], Places]:
-    """Reads `module`, or the files that have its values. Raises as `functionalize` does."""
+    """Reads `module`, which has these values. Raises as `functionalize` does."""
     given: Any = [layers] if isinstance(layers, str) else layers
     if not isinstance(given, list | tuple) or not all(isinstance(name, str) for name in given):
         kind = type(layers).__name__
@@ -277,8 +276,8 @@ def tree_of(
     lists: list[str] = list(given)
     if not lists:
         raise ValueError("functionalize: layers=[]: expected the name of a list of layers, or several")
-    _refuse(module, files)
-    own = _own_dtypes(module, compute or {})
+    _refuse(module, values)
+    own = _own_dtypes(module, compute)
     stacks: dict[str, list[str]] = {}
     for name in lists:
         stacks |= _kinds(_container(module, name, lists), name, own)
@@ -301,15 +300,10 @@ def tree_of(
                 pair = f"{first} and {name} are one parameter"
                 raise ValueError(f"functionalize: {pair}, which a stack of layers would untie; give each its own")
 
-    def read(name: str) -> Tensor:
-        return module.get_parameter(name).detach() if files is None else files.read(name)
-
-    beside = {name: one for name, one in tensors_beside(module).items() if files is None or name not in files}
+    beside = {name: one for name, one in tensors_beside(module).items() if name not in values}
     params: dict[str, Any] = {}
     for unit, leaves in sources.items():
-        tree = {
-            key: _leaf(module, names, unit in stacks, read, files is None, own, beside) for key, names in leaves.items()
-        }
+        tree = {key: _leaf(module, names, unit in stacks, values, own, beside) for key, names in leaves.items()}
         if unit in stacks:
             params[unit] = Stacked(tree)
         elif "" in tree:
@@ -323,8 +317,7 @@ def _leaf(
     module: nn.Module,
     names: Sequence[str],
     in_stack: bool,
-    read: Callable[[str], Tensor],
-    in_memory: bool,
+    values: ModuleValues,
     own: OwnDtypes,
     beside: Mapping[str, Tensor],
 ) -> Any:
@@ -340,10 +333,10 @@ def _leaf(
                 "before, or freeze a part of the tree, ya.frozen(params[...])"
             )
         if layer is None:
-            return torch.stack([read(name) for name in names]).view(shape)
-        return read(names[layer])
+            return torch.stack([values.read(name) for name in names]).view(shape)
+        return values.read(names[layer])
 
-    leaf = Lazy(shape, like.dtype, load, in_memory=in_memory, compute=own.get(like), beside=beside)
+    leaf = Lazy(shape, like.dtype, load, in_memory=values.in_memory, compute=own.get(like), beside=beside)
     return leaf if trained else frozen(leaf)
 
 
@@ -422,7 +415,7 @@ def _beside(module: nn.Module, lists: Sequence[str], name: str = "") -> Iterator
             yield path, named
 
 
-def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
+def _refuse(module: nn.Module, values: ModuleValues) -> None:
     """Raises TypeError for modules that a function of weights cannot imitate, and for values that are nowhere."""
 
     def no(name: str, why: str) -> None:
@@ -452,13 +445,13 @@ def _refuse(module: nn.Module, files: ModuleFiles | None) -> None:
     # the skeleton has copies of these tensors, which no update of the weight reaches
     trained = {memory_key(param): name for name, param in reversed([*_all(module)]) if param.requires_grad}
     for name, value in tensors_beside(module).items():
-        if value.is_meta and (files is None or name not in files):
+        if value.is_meta and name not in values:
             no(name, "is a buffer on the meta device, and in no file: make the module with its parameters alone there")
         if (weight := trained.get(memory_key(value))) is not None:
             no(name, f"is a view of {weight}, and would keep its value of now; take the weight in the forward")
     memory: dict[int, tuple[str, int]] = {}
     for name, param in _all(module):
-        if param.is_meta and files is None:
+        if param.is_meta and values.in_memory:
             no(name, "is on the meta device and has no values; load the module first, or name its files (files=)")
         if not param.is_floating_point():
             no(name, f"is {param.dtype}; parameters are floating point")

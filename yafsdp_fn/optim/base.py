@@ -45,8 +45,6 @@ ROUNDINGS = 64
 MOST = 0.02
 """Upper limit of the tolerance in any dtype."""
 
-Update = Callable[..., Any]
-
 
 @dataclasses.dataclass
 class Elementwise:

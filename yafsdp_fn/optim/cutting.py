@@ -165,8 +165,7 @@ def row_runs(rule: Callable[[str, Param], Any], handle: Sharded, group: Group, n
     A gap counts as part of the logical leaf before it: its zeros decay to zeros, and all runs start where a logical
     leaf does, aligned.
     """
-    start = handle.owner.comms.without(group.over).rank * n
-    pieces = list(group.layout.pieces(start, start + n))
+    pieces = list(group.pieces(n, handle.owner.comms))
     said = by_leaf(rule, group)
     values = [said[piece.leaf] for piece in pieces] or [False]  # a shard may be nothing but padding
     ends = [piece.start for piece in pieces[1:]] + [n]

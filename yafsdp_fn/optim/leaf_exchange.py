@@ -1,6 +1,7 @@
 """Moves leaves of a unit between shards and their owners, where each is whole for a moment (util/owners.py)."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,27 +17,34 @@ Parts = list[tuple[int, range]]
 """`(leaf, elements of the unit)`: parts of leaves."""
 
 
+class UnitPlan(NamedTuple):
+    """The leaves of a unit of `group` that go to owners; owners: of these"""
+
+    group: Group
+    leaves: list[Leaf]
+    owners: list[int]
+
+
 class LeafExchange:
     """The leaves of one unit, from shards to their owners and back:
 
-        loan = LeafExchange(leaves, owners, row, ranks, group)
+        loan = LeafExchange(plan, row, ranks)
         ranks.exchange(*loan.lend())
         new = {leaf: work(whole) for leaf, whole in loan.whole().items()}       # those that this rank owns
         ranks.exchange(*loan.give_back(new))
         row = loan.write(row.clone())
 
-    leaves, owners: of all that travel; row: this rank's shard [n], which stays as it is; group: of the unit
+    plan: of the unit; row: this rank's shard [n] of it, which stays as it is
     """
 
-    def __init__(self, leaves: Sequence[Leaf], owners: Sequence[int], row: Tensor, ranks: Ranks, group: Group) -> None:
-        self._leaves = leaves
+    def __init__(self, plan: UnitPlan, row: Tensor, ranks: Ranks) -> None:
+        self._group, self._leaves, owners = plan
         self._row = row
         self._rank = ranks.rank
-        self._group = group
         self._copied = ranks.deterministic
         # rank -> which part of each leaf its vector has, if they are split, and which shard of the vector is there
         self._at: dict[int, tuple[int, int]] = {}
-        for part, members in enumerate(ranks.subgroups(across=group.over)):
+        for part, members in enumerate(ranks.subgroups(across=self._group.over)):
             for shard, rank in enumerate(members):
                 self._at[rank] = part, shard
         # by rank: parts of its leaves that are here, and parts of this rank's leaves that are there

@@ -31,11 +31,12 @@ from yafsdp_fn.optim.base import (
     name,
 )
 from yafsdp_fn.optim.cutting import Cutter
-from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, from_blocks, in_blocks
+from yafsdp_fn.optim.leaf_exchange import LeafExchange, Messages, UnitPlan, from_blocks, in_blocks
 from yafsdp_fn.params.layout import Entry, FlatLayout, Group
 from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join, named_leaves, stacked
+from yafsdp_fn.util.mesh_axes import ranks_on
 from yafsdp_fn.util.owners import Leaf, assign
 
 Result = TypeVar("Result")
@@ -182,14 +183,6 @@ def _plain(rule: Leafwise, at: optree.PyTreeAccessor, node: Tensor, state: Any, 
 # ---- On a sharded tree: the layout of states, and the update of one unit.
 
 
-class UnitPlan(NamedTuple):
-    """The leaves of a unit of `group` that go to owners, which `rule` has chosen; owners: of these"""
-
-    group: Group
-    leaves: list[Leaf]
-    owners: list[int]
-
-
 def plan(rule: Leafwise, handles: Sequence[Sharded]) -> dict[int, UnitPlan]:
     """Returns the plan of each unit that is here, for all handles of a tree: owners are balanced over all of it."""
     chosen: dict[int, tuple[Group, list[Leaf]]] = {}
@@ -224,7 +217,7 @@ def _leaves_of(group: Group) -> list[Leaf]:
     """Returns the leaves of a unit of `group`, of one layer each: a pinned unit has those of all its layers."""
     found = []
     layout = group.layout
-    parts = math.prod(size for _, size in group.axes)
+    parts = ranks_on(group.axes)
     for position, (path, shape) in enumerate(zip(layout.names, group.whole.shapes, strict=True)):
         offset = layout.offsets[position]
         if not group.pinned:
@@ -320,7 +313,7 @@ def at_owners(
     updates, state, params: handles on the unit's shards
     """
     (row,) = updates.leaves
-    given = LeafExchange(of.leaves, of.owners, row.to(rule.dtype(row.device) or row.dtype), ranks, of.group)
+    given = LeafExchange(of, row.to(rule.dtype(row.device) or row.dtype), ranks)
     own = _states_of(of, updates, state)
     states = weights = None
     if state.leaves:
@@ -330,9 +323,9 @@ def at_owners(
         for owner, numbers in zip(of.owners, own, strict=True):
             for number in optree.tree_leaves(numbers):
                 owners[number] = owner
-        states = LeafExchange(leaves, owners, of_state, ranks, group)
+        states = LeafExchange(UnitPlan(group, leaves, owners), of_state, ranks)
     if params is not None and rule.params:
-        weights = LeafExchange(of.leaves, of.owners, params.leaves[0], ranks, of.group)
+        weights = LeafExchange(of, params.leaves[0], ranks)
     yield [each.lend() for each in (given, states, weights) if each is not None]
     yield _worked(rule, own, given, states, weights)
     kept = state

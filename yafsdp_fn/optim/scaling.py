@@ -52,7 +52,7 @@ def linear_schedule(init_value: float, end_value: float, transition_steps: int, 
         return constant_schedule(init_value)
 
     def schedule(count: Any) -> Any:
-        left = 1 - _clip(count - transition_begin, 0, transition_steps) / transition_steps
+        left = 1 - _until(count - transition_begin, transition_steps) / transition_steps
         return (init_value - end_value) * left + end_value
 
     return schedule
@@ -69,7 +69,7 @@ def cosine_decay_schedule(init_value: float, decay_steps: int, alpha: float = 0.
         raise ValueError(f"cosine_decay_schedule: decay_steps must be positive, got {decay_steps}")
 
     def schedule(count: Any) -> Any:
-        angle = math.pi * _clip(count, 0, decay_steps) / decay_steps
+        angle = math.pi * _until(count, decay_steps) / decay_steps
         cosine = 0.5 * (1 + (torch.cos(angle) if isinstance(angle, Tensor) else math.cos(angle)))
         return init_value * ((1 - alpha) * cosine**exponent + alpha)
 
@@ -147,8 +147,9 @@ def warmup_linear_decay_schedule(
     return join_schedules([warmup, decay], [warmup_steps])
 
 
-def _clip(count: Any, low: float, high: float) -> Any:
-    return count.double().clamp(low, high) if isinstance(count, Tensor) else min(max(count, low), high)
+def _until(count: Any, steps: int) -> Any:
+    """Returns the count from 0 on, up to `steps`."""
+    return count.double().clamp(0, steps) if isinstance(count, Tensor) else min(max(count, 0), steps)
 
 
 def _check_warmup(schedule: str, warmup_steps: int, decay_steps: int) -> None:

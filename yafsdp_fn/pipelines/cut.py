@@ -25,21 +25,20 @@ def cut(trace: Trace, assignment: Assignment) -> Trace:
     if len(assignment.units) != len(trace.units):
         raise ValueError(f"the assignment is of {len(assignment.units)} units, the step has {len(trace.units)}")
     bounds = [*_starts(trace, assignment), len(trace.visits)]
-    segments = tuple(itertools.pairwise(bounds))
-    of_visit = [segment for segment, ends in enumerate(segments) for _ in range(*ends)]
-    shared, unused = _held(trace, assignment, of_visit)
+    split = Split(tuple(itertools.pairwise(bounds)), assignment.homes, ())
+    shared, unused = _held(trace, assignment, split)
     # a tensor travels once between two segments, whoever takes it there
     flows: list[Flow] = []
-    for ends, tensors in _crossing(trace, of_visit).items():
+    for ends, tensors in _crossing(trace, split).items():
         first = [takers[0][1] for takers in tensors]
         flows.append(Flow(*ends, sum(each.nbytes for each in first), sum(each.grad_bytes for each in first)))
-    loss = {of_visit[visit] for visit in trace.loss_of}
+    loss = set(map(split.segment, trace.loss_of))
     if len(loss) > 1:
         raise ValueError(
             f"the loss is made of what segments {sorted(loss)} have made: it can be of one. Pass what the others give "
             "it through the visits, or report it as aux"
         )
-    return trace._replace(split=Split(segments, assignment.homes, tuple(flows), shared, unused))
+    return trace._replace(split=split._replace(flows=tuple(flows), shared=shared, unused=unused))
 
 
 class Begun(NamedTuple):
@@ -101,12 +100,12 @@ Held = tuple[tuple[tuple[int, tuple[int, ...]], ...], tuple[tuple[int, int], ...
 """`Split.shared` and `Split.unused`."""
 
 
-def _held(trace: Trace, assignment: Assignment, of_visit: Sequence[int]) -> Held:
+def _held(trace: Trace, assignment: Assignment, split: Split) -> Held:
     """Finds the units that several stages hold, and those that no visit uses."""
     used: list[set[int]] = [set() for _ in trace.units]
     for visit in trace.visits:
         for unit in visit.units:
-            used[unit].add(assignment.homes[of_visit[visit.id]])
+            used[unit].add(split.homes[split.segment(visit.id)])
     shared: list[tuple[int, tuple[int, ...]]] = []
     unused: list[tuple[int, int]] = []
     for unit, stages in enumerate(assignment.holders):
@@ -132,18 +131,16 @@ Takers = list[tuple[int, Argument]]
 
 def crossing(trace: Trace) -> list[list[Takers]]:
     """Returns the tensors of each flow of a step that is cut, in the order in which they travel."""
-    assert trace.split is not None
-    of_visit = [trace.split.segment(visit.id) for visit in trace.visits]
-    return list(_crossing(trace, of_visit).values())
+    return list(_crossing(trace, trace.cut).values())
 
 
-def _crossing(trace: Trace, of_visit: Sequence[int]) -> dict[tuple[int, int], list[Takers]]:
+def _crossing(trace: Trace, split: Split) -> dict[tuple[int, int], list[Takers]]:
     """Returns (source, target) -> what that segment takes of this one, every tensor once; by source, then target."""
     found: dict[tuple[int, int], dict[int, Takers]] = {}
     for visit in trace.visits:
+        target = split.segment(visit.id)
         for argument in visit.cost.arguments:
-            sources = sorted({of_visit[made] for made in argument.made})
-            target = of_visit[visit.id]
+            sources = sorted(set(map(split.segment, argument.made)))
             if len(sources) > 1:
                 raise ValueError(
                     f"{visit.name} (visit {visit.id}): argument {argument.place} mixes, between visits, what segments "

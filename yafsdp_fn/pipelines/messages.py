@@ -1,7 +1,7 @@
 """Messages between stages, and the carry slots that they fill."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from yafsdp_fn.program.ops import ComputeOp, MessageOp, Op, Receive, Send, kind_
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.split import Call, CallRows, Message, Split
 from yafsdp_fn.proof.errors import Refused
-from yafsdp_fn.proof.stages import in_words
+from yafsdp_fn.proof.stages import calls_of, in_words
 
 # ---- Puts sends and receives between the calls of stages, in an order in which all of them arrive.
 #
@@ -192,12 +192,7 @@ def _slots_of(
 
 
 def wired(
-    programs: Sequence[Program],
-    split: Split,
-    lists: Sequence[Sequence[Item]],
-    *,
-    together: bool,
-    pace: Pace = UNIT,
+    programs: Sequence[Program], lists: Sequence[Sequence[Item]], *, together: bool, pace: Pace = UNIT
 ) -> list[tuple[Op, ...]]:
     """Returns the ops of stages, with the messages of their lists, and carry slots for what computes take and give.
 
@@ -205,22 +200,20 @@ def wired(
         same time; else receives come as late as possible, after the gathers for the second call: communication begins
         in the order in which it is issued, and weights should not wait for a message
     """
+    split = programs[0].trace.cut
     begins, sent, _ = times(split, lists, pace)
     out = []
     for program, items, when in zip(programs, lists, begins, strict=True):
-        out.append(_wired(program, items, split, _slots_of(split, items, when, sent), together))
+        out.append(_wired(program, items, _slots_of(split, items, when, sent), together))
     return out
 
 
-def _wired(
-    program: Program, items: Sequence[Item], split: Split, slots: dict[Message, int], together: bool
-) -> tuple[Op, ...]:
+def _wired(program: Program, items: Sequence[Item], slots: dict[Message, int], together: bool) -> tuple[Op, ...]:
     """Returns the ops of one stage, with its messages."""
-    calls: list[Call] = []
+    split = program.trace.cut
     messages: list[list[Op]] = [[]]  # before the first call, and after each
     for item in items:
         if isinstance(item, Call):
-            calls.append(item)
             messages.append([])
         else:
             messages[-1].append(item._replace(carry_slot=slots[item.message]))
@@ -233,7 +226,7 @@ def _wired(
         late.extend(own[at:])
 
     add(messages[0])
-    for op, call, _, ends in in_calls(program.ops, calls, split):
+    for op, call, _, ends in in_calls(program):
         if op.stream == "compute":
             ops += late
             late.clear()
@@ -261,13 +254,14 @@ class InCall(NamedTuple):
     ends: bool
 
 
-def in_calls(ops: Iterable[Op], calls: Sequence[Call], split: Split) -> Iterator[InCall]:
-    """Yields each op with its place among the calls of a stage, whose computes are in their order."""
+def in_calls(program: Program) -> Iterator[InCall]:
+    """Yields each op of a stage's program with its place among the calls of the stage."""
+    computes = [len(program.trace.cut.visits(call.segment)) for call in calls_of(program)]
     call = done = 0
-    for op in ops:
+    for op in program.ops:
         inside = done > 0
         done += isinstance(op, ComputeOp)
-        ends = done > 0 and done == len(split.visits(calls[call].segment))
+        ends = done > 0 and done == computes[call]
         yield InCall(op, call, inside, ends)
         if ends:
             call = call + 1

@@ -441,7 +441,7 @@ def pipeline(
         if not isinstance(program, Program):
             raise TypeError(f"sharding: expected a Program of the stage's trace, got {type(program).__name__}")
         programs.append(program)
-    return Program(trace, *wired(programs, split_of(trace), lists, together=together, pace=pace))
+    return Program(trace, *wired(programs, lists, together=together, pace=pace))
 
 
 def sharding_of(given: Schedule | None) -> Schedule:

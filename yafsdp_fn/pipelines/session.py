@@ -78,7 +78,11 @@ class Later:
         for write, factors, versions in self._writes:
             for factor, before in zip(factors, versions, strict=True):
                 if factor._version != before:
-                    raise _factor_written(factor)
+                    raise RuntimeError(
+                        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of "
+                        "what it gave, was written in place before the later half of its backward, which needs it; "
+                        "work on a copy, or take an order of calls without halves (one_f_one_b)"
+                    )
             write(*factors)
         target.close(self._fresh)
 
@@ -88,14 +92,6 @@ class Later:
 
     def _own(self, kept: Tensor) -> Tensor:
         return kept.clone() if kept.untyped_storage().data_ptr() in self._slots else kept
-
-
-def _factor_written(factor: Tensor) -> RuntimeError:
-    return RuntimeError(
-        f"a tensor of {factor.numel()} elements that ya.linear or ya.embedding took, or a gradient of what it gave, "
-        "was written in place before the later half of its backward, which needs it; work on a copy, or take an order "
-        "of calls without halves (one_f_one_b)"
-    )
 
 
 # ---- A session of one stage.

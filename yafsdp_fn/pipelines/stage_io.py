@@ -246,21 +246,17 @@ class MessageBuffers:
         return found
 
     def works(self) -> Works:
-        return {Send: self._send, Receive: self._receive}
+        return {Send: self._work, Receive: self._work}
 
     def named(self, op: Send | Receive) -> str:
         """Names what travels, and to whom or from whom."""
         way = "to" if isinstance(op, Send) else "from"
         return f"{describe_message(op.message, self.crossing.trace)} {way} stage {self._other(op)}"
 
-    def _send(self, op: Send) -> Work:
-        return self._memory.comms.send(self._bytes(op), self._other(op))
-
-    def _receive(self, op: Receive) -> Work:
-        return self._memory.comms.receive(self._bytes(op), self._other(op))
+    def _work(self, op: Send | Receive) -> Work:
+        comms = self._memory.comms
+        moves = comms.send if isinstance(op, Send) else comms.receive
+        return moves(self._slots[op.carry_slot][: self.crossing.nbytes(op.message)], self._other(op))
 
     def _other(self, op: Send | Receive) -> int:
         return self.crossing.split.ends(op.flow, op.back)[isinstance(op, Send)]
-
-    def _bytes(self, op: Send | Receive) -> Tensor:
-        return self._slots[op.carry_slot][: self.crossing.nbytes(op.message)]

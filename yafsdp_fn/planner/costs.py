@@ -30,7 +30,7 @@ from yafsdp_fn.program.ops import Op, Uses
 from yafsdp_fn.program.program import lent_bytes
 from yafsdp_fn.program.trace import Collectives, Trace, UnitSpec
 from yafsdp_fn.schedules import remat
-from yafsdp_fn.util.mesh_axes import SHARD
+from yafsdp_fn.util.mesh_axes import SHARD, ranks_on
 
 UPDATE_BYTES = {"fused": 30, "eager": 90, "pieces": 90}
 """Bytes through memory per element of a shard that AdamW updates, in fp32 with a bf16 working copy. In one kernel:
@@ -57,6 +57,7 @@ class Costs:
     """The costs of ops of a program of `trace` on `cluster`, on which neighbouring ranks share a node.
 
     shard, replicate: the shard group, and the ranks that hold the same shard
+    along: the ranks of each axis inside blocks, and of the rest of the shard group
     holders: by `UnitSpec.over`, the ranks that hold the same part of such a unit
     Raises ValueError where the mesh cannot be placed.
     """
@@ -67,7 +68,18 @@ class Costs:
         _check_mesh(trace, cluster)
         self.shard = cluster.group(trace.ranks)
         self.replicate = cluster.group(trace.replicas, stride=trace.ranks)
-        self.holders = {over: _holding(trace, cluster, over) for over in {unit.over for unit in trace.units}}
+        self.along: dict[str, CollectiveRanks] = {}
+        stride = 1
+        rest = trace.ranks // ranks_on(trace.inside)
+        for name, size in (*reversed(trace.inside), (SHARD, rest)):  # neighbours first
+            self.along[name] = cluster.group(size, stride)
+            stride *= size
+        self.holders = {over: self._holding(over) for over in {unit.over for unit in trace.units}}
+
+    def _holding(self, over: tuple[str, ...]) -> CollectiveRanks:
+        """Returns the ranks of a shard group that hold the same part of a unit split over `over`."""
+        axes = [group for name, group in self.along.items() if name not in over]
+        return CollectiveRanks(*map(math.prod, zip(*axes, strict=True)))
 
     def seconds(self, op: Op, recompute: bool = False) -> float:
         """Returns the seconds of `op`, alone."""
@@ -161,14 +173,9 @@ class Costs:
                 return []
             again = own.collectives * recompute
             calls = (*beside.adjoints, *again, *own.adjoints)
-        groups: dict[str, CollectiveRanks] = {}
-        stride = 1
-        for name, size in reversed(trace.mesh):  # neighbours first
-            groups[name] = cluster.group(size, stride)
-            stride *= size
         found: list[tuple[str, Phases]] = []
         for axis, kind, nbytes in calls:
-            group = groups[axis]
+            group = self.along[axis]
             match kind:
                 case "psum" | "pmax":
                     each = cluster.all_reduce(nbytes, group)
@@ -229,7 +236,7 @@ def _check_mesh(trace: Trace, cluster: Cluster) -> None:
     world = trace.stage_ranks
     per_node = cluster.gpus_per_node
     local = trace.local_ranks
-    neighbours = math.prod(size for _, size in trace.inside)
+    neighbours = ranks_on(trace.inside)
     if "local" in dict(trace.mesh) and local > per_node and world > per_node:
         raise ValueError(
             f"the mesh has {local} ranks per node, a node of {cluster.name} has {per_node}: build it on "
@@ -248,21 +255,6 @@ def _check_mesh(trace: Trace, cluster: Cluster) -> None:
                 f"{name}={size}: {span} neighbouring ranks do not lie evenly on nodes of {per_node} GPUs "
                 f"({cluster.name}); take a number that divides a node, or whole nodes"
             )
-
-
-def _holding(trace: Trace, cluster: Cluster, over: tuple[str, ...]) -> CollectiveRanks:
-    """Returns the ranks of a shard group, from the first of a node on, that hold the same part of a unit split over
-    `over`."""
-    ranks = 1
-    per_node = 1
-    stride = 1
-    outer = trace.ranks // math.prod(size for _, size in trace.inside)
-    for name, size in (*reversed(trace.inside), (SHARD, outer)):  # neighbours first
-        if name not in over:
-            ranks = ranks * size
-            per_node = per_node * min(size, max(1, cluster.gpus_per_node // stride))
-        stride *= size
-    return CollectiveRanks(ranks, per_node)
 
 
 def seconds_of(found: Iterable[Phase]) -> float:

@@ -155,7 +155,6 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     peak = peak_of(program)
     alias, grads_alias = _aliases(trace, dtypes)
     receive, staging = _buffers(program, dtypes, grads_alias, comms, device)
-    ranks = trace.ranks
     scratch = 0
     if not all(own.compute == own.reduce or own.multiplied_wider(device) for own in dtypes.values()):
         scratch = max((visit.cost.scratch_bytes for visit in trace.visits), default=0)
@@ -174,7 +173,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
         scratch=scratch,
         **peak._asdict(),
         at="the optimizer's step" if peak.op == len(program.ops) else describe(program.ops[peak.op], trace),
-        ranks=ranks,
+        ranks=trace.ranks,
         aliased=all_slots - slots - grad_slots,
         host=sum(program.host_bytes().values()) + sum(state_on_host(trace, unit) for unit in trace.units),
     )

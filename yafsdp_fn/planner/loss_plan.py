@@ -65,7 +65,7 @@ def plan(
     if kernels not in KERNELS:
         raise ValueError(f"plan: kernels={kernels!r}, expected one of {', '.join(KERNELS)}")
     both: dict[str, Any] = {"has_aux": has_aux, "microbatches": microbatches}
-    count = stages if isinstance(stages, int) else max(stages.homes) + 1
+    count = stages if isinstance(stages, int) else stages.stages
     if count < 1 or ranks % count:
         raise ValueError(f"stages={count} does not divide {ranks} ranks")
     mesh = axes(ranks // count, replicate, local, **inside)

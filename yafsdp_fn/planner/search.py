@@ -20,7 +20,6 @@ from yafsdp_fn.planner.space import (
     Choice,
     Order,
     Point,
-    alike_on,
     arrangements,
     by_seconds,
     fewest,
@@ -33,7 +32,7 @@ from yafsdp_fn.program.split import Assignment
 from yafsdp_fn.program.trace import Trace, arguments
 from yafsdp_fn.schedules import Program, Schedule, chained_order, remat, zero3
 from yafsdp_fn.timeline.text import shown
-from yafsdp_fn.util.mesh_axes import EXPERT, MeshAxes
+from yafsdp_fn.util.mesh_axes import EXPERT, MeshAxes, ranks_on
 
 # For every builder on every mesh it can run on, and every prefetch:
 #
@@ -257,7 +256,7 @@ class Sweep:
         self.whole = plain.whole(trace)
         self.traces = [self.whole] if order is None else _ends(order, trace, plain.mesh)  # whose memory is looked at
         self.layers = max(map(layers, self.traces))
-        self.shown = SHOWN if order is None and alike_on(trace) == 1 else STAGES_SHOWN
+        self.shown = SHOWN if order is None and ranks_on(trace.inside) == 1 else STAGES_SHOWN
         self.defers = self.whole.microbatches > 1 and plain.builder != "ddp"
         self.bound = max(bound(part, cluster, AMPLE).seconds for part in self.traces)
         if order is not None:
@@ -357,7 +356,7 @@ def points(
     that the ranks of a stage share, and the step that it is of; without stages, one for each builder and mesh, zero3
     first. Numbers that do not fit the ranks, nodes or microbatches are left out."""
     node = cluster.gpus_per_node
-    alike = alike_on(trace)
+    alike = ranks_on(trace.inside)  # a copy of the state has at least these
     shares = total * alike // dict(trace.inside).get(EXPERT, 1)  # ranks that differ on other axes share rows
     for number in numbers:
         width = ranks // number

@@ -11,7 +11,7 @@ from yafsdp_fn.communication.streams import Scoreboard
 from yafsdp_fn.planner.cluster import Cluster, Phases
 from yafsdp_fn.planner.cluster import cluster as named
 from yafsdp_fn.planner.costs import NO_COSTS, Costs, Foreign, link, seconds_of
-from yafsdp_fn.program.events import EventTime, Rate, play
+from yafsdp_fn.program.events import EventTime, Rate, StageEvent, play
 from yafsdp_fn.program.ops import (
     OPS,
     AllReduce,
@@ -28,7 +28,7 @@ from yafsdp_fn.program.ops import (
 from yafsdp_fn.program.program import Program, after_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.proof.verify import verify
+from yafsdp_fn.proof.verify import must_be_program, verify
 from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted
@@ -226,9 +226,7 @@ def simulate(program: Program, cluster: str | Cluster, *, title: str = "") -> Ti
     (True, True)
     """
     where = named(cluster)
-    if not isinstance(program, Program):
-        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
-        raise TypeError(f"simulate: expected a Program, got {type(program).__name__}: {how}")
+    must_be_program("simulate", program)
     program = proved(program)
     return run(program, tasks(program, where), where, title)
 
@@ -243,7 +241,8 @@ def proved(program: Program) -> Program:
 def run(program: Program, todo: Sequence[OpTask], cluster: Cluster, title: str = "") -> Timeline:
     """Runs the tasks; O(ops) events, of at most one running op per stream each. Raises ValueError where stages wait for
     each other for ever."""
-    times = play(todo, rates_on(cluster))
+    events = [StageEvent(task.stage, task.stream, task.waits, task.phases, task.partner) for task in todo]
+    times = play(events, rates_on(cluster))
     slower = 1 + cluster.straggling(program.trace.world)
     spans = []
     for number, (task, at) in enumerate(zip(todo, times, strict=True)):

@@ -1,7 +1,6 @@
 """The space that `search` looks through: builders, the meshes they run on, their options, and choices among them."""
 
-import functools
-import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -25,7 +24,7 @@ from yafsdp_fn.schedules import (
     zero3,
 )
 from yafsdp_fn.timeline.text import shown
-from yafsdp_fn.util.mesh_axes import MeshAxes, inside_of
+from yafsdp_fn.util.mesh_axes import MeshAxes, inside_of, ranks_on
 from yafsdp_fn.util.words import counted
 
 # ---- The space that `search` looks through: builders, the meshes they run on, and their options.
@@ -139,7 +138,7 @@ def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterat
     world = trace.stage_ranks
     node = cluster.gpus_per_node
     nodes = world // node
-    alike = alike_on(trace)
+    alike = ranks_on(trace.inside)  # a copy of the state has at least these
     nested = nodes > 1 and node % alike == 0
     # ranks that sum themselves exchange everything: inside the node first
     by_node = nested and any(unit.sum_bytes for unit in trace.units)
@@ -157,11 +156,6 @@ def arrangements(trace: Trace, cluster: Cluster, *, few: bool = False) -> Iterat
             yield "hsdp", (("replicate", world // size), *cut(size, by_node and size > node))
     if world > 1 and alike == 1:
         yield "ddp", (("replicate", world), ("shard", 1))
-
-
-def alike_on(trace: Trace) -> int:
-    """Returns the ranks that differ on axes inside blocks alone: a copy of the state has at least these."""
-    return math.prod(size for _, size in trace.inside)
 
 
 def _group_sizes(world: int, node: int) -> list[int]:
@@ -217,20 +211,10 @@ def fewest(needs: Callable[[int], int], most: int, budget: int) -> int | None:
 
 
 def last(value: Callable[[int], int], most: int, limit: int) -> int:
-    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n, about linearly."""
-    value = functools.cache(value)
+    """Returns the largest n up to `most` with `value(n) <= limit`: it is for 0, and grows with n."""
     if value(most) <= limit:
         return most
-    low = 0
-    high = most
-    while high - low > 1:
-        guess = low + (high - low) * (limit - value(low)) // (value(high) - value(low))
-        middle = min(max(guess, low + 1), high - 1)
-        if value(middle) <= limit:
-            low = middle
-        else:
-            high = middle
-    return low
+    return bisect_right(range(1, most), limit, key=value)
 
 
 def by_seconds(choice: Choice) -> tuple[float, float, int]:

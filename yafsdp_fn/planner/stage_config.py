@@ -28,7 +28,7 @@ from yafsdp_fn.program.trace import Trace, UnitSpec
 from yafsdp_fn.proof.errors import Refused
 from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.schedules import remat
-from yafsdp_fn.schedules.build import alternating_slots, build
+from yafsdp_fn.schedules.build import alternating_slots, build, visited
 
 Numbers = frozenset[int]
 """Numbers of visits or of units."""
@@ -59,8 +59,7 @@ class StageConfig(NamedTuple):
     def of(point: Point, trace: Trace) -> "StageConfig":
         """Returns the configuration of a builder's program."""
         units = frozenset(range(len(trace.units)))
-        visited = dict.fromkeys(unit for visit in trace.visits for unit in visit.units)
-        layers = [unit for unit in visited if trace.units[unit].stack is not None]
+        layers = [unit for unit in visited(trace) if trace.units[unit].stack is not None]
         others = units.difference(layers)
         recomputed = remat.first(point.remat)(trace)
         if point.builder == "ddp":
@@ -115,8 +114,7 @@ class Design(NamedTuple):
             return self.configs[0].program(trace)
 
         def inside(part: Trace) -> Program:
-            assert part.stage is not None
-            return self.configs[part.stage].program(part)
+            return self.configs[part.stage or 0].program(part)
 
         return orders.staged(lambda *_: self.rows, inside, pace=self.pace)(trace)
 
@@ -144,7 +142,7 @@ class Changes:
         self.trace = trace
         self.rng = rng
         layers = remat.layer_visits(trace)
-        units = sorted({unit for visit in trace.visits for unit in visit.units})
+        units = sorted(visited(trace))
         self.sets = {"resident": units, "own_grads": units}
         if layers:
             self.sets["recomputed"] = layers

@@ -275,19 +275,17 @@ class Synthesis:
                 self.best = design
                 self.outcome = found
         if rows and better and not same:
-            self._search(candidate, self._room(candidate, configs, rows, found.peaks))
+            self._search(candidate, self._room(whole, design, found.peaks))
         elif rows and same and found.peaks and math.isinf(found.seconds):
             # it does not fit: orders of the same configurations have less room
-            room = self._room(candidate, configs, rows, found.peaks)
+            room = self._room(whole, design, found.peaks)
             self._search(candidate, [min(old, 0.999 * new) for old, new in zip(candidate.room, room, strict=True)])
         return found.seconds
 
-    def _room(
-        self, candidate: Candidate, configs: tuple[StageConfig, ...], rows: CallRows, peaks: Sequence[int]
-    ) -> list[float]:
+    def _room(self, whole: Trace, design: Design, peaks: Sequence[int]) -> list[float]:
         """Returns the memory that calls may fill on each stage: what they hold in a program with these peaks, and what
         that leaves of the budget."""
-        held = evaluate(self._calls(candidate.whole, configs), rows).memory
+        held = evaluate(self._calls(whole, design.configs), design.rows).memory
         return [max(1.0, mine + self.budget - peak) for mine, peak in zip(held, peaks, strict=True)]
 
     def _search(self, candidate: Candidate, room: Sequence[float]) -> None:

@@ -15,32 +15,17 @@ import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 # ---- An event, and its time.
 
 
-class Happening(Protocol):
+class StageEvent(NamedTuple):
     """Something that happens on a stream of a stage, behind those before it there.
 
     waits: numbers of other events; phases: `(resource, seconds alone)`, one after the other
     partner: number of the event that is the other end of its transfer, which has the same phases
     """
-
-    @property
-    def stage(self) -> int: ...
-    @property
-    def stream(self) -> str: ...
-    @property
-    def waits(self) -> Sequence[int]: ...
-    @property
-    def phases(self) -> Sequence[tuple[str, float]]: ...
-    @property
-    def partner(self) -> int | None: ...
-
-
-class StageEvent(NamedTuple):
-    """Is a `Happening` and nothing else."""
 
     stage: int
     stream: str
@@ -61,7 +46,7 @@ Rate = Callable[[str, bool, Sequence[str]], float]
 """The rate of a phase, given its resource, whether its stream computes, and the resources of all its stage runs."""
 
 
-def play(todo: Sequence[Happening], rate: Rate = lambda *_: 1.0) -> list[EventTime | None]:
+def play(todo: Sequence[StageEvent], rate: Rate = lambda *_: 1.0) -> list[EventTime | None]:
     """Returns the times of events; None for those that never begin, since they wait for each other."""
     return _Loop(todo, rate).play()
 
@@ -98,7 +83,7 @@ class _Running:
 class _Loop:
     """Runs events to their end: those that begin, the rates of what runs together, and the phase that ends next."""
 
-    def __init__(self, todo: Sequence[Happening], rate: Rate) -> None:
+    def __init__(self, todo: Sequence[StageEvent], rate: Rate) -> None:
         self.todo = todo
         self.now = 0.0
         self._rate = rate

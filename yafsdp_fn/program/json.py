@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import math
 import reprlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from yafsdp_fn.program.ops import OPS, Op
 from yafsdp_fn.program.split import Split
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.util import strict_json
-from yafsdp_fn.util.mesh_axes import MOST_RANKS, AxisCollective, inside_of
+from yafsdp_fn.util.mesh_axes import MOST_RANKS, AxisCollective, ranks_on
 from yafsdp_fn.util.schema import typed_at
 
 # ---- Programs are read by their annotations (util/schema.py), and `check_trace` says that a trace can be: `verify`
@@ -87,7 +86,7 @@ def _wrong_stages(trace: Trace) -> Iterator[str]:
         yield f"stage: {trace.stage} of a step that is not split"
     if len(dict(trace.mesh)) < len(trace.mesh):
         yield "mesh: expected axes of different names"
-    if math.prod(size for _, size in trace.mesh) > MOST_RANKS:
+    if ranks_on(trace.mesh) > MOST_RANKS:
         yield f"mesh: at most {MOST_RANKS} ranks"
 
 
@@ -112,7 +111,7 @@ def _some_of(known: Collection[Any], given: Sequence[Any]) -> bool:
 
 def _wrong_calls(where: str, calls: Iterable[AxisCollective], trace: Trace) -> Iterator[str]:
     """Yields what is wrong with collectives inside blocks."""
-    inside = inside_of([name for name, _ in trace.mesh])
+    inside = dict(trace.inside)
     for call in calls:
         if call.axis not in inside or call.nbytes < 0:
             axes = ", ".join(inside) or "none"

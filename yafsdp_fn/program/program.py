@@ -13,8 +13,8 @@ from typing import Any
 from yafsdp_fn.program import json, ops, text
 from yafsdp_fn.program.ops import ComputeOp, Exchange, Norm, Op, Update, filled, kind_of
 from yafsdp_fn.program.split import LINE, Call
-from yafsdp_fn.program.trace import Compute, Lent, Trace, Visit, closing, elsewhere
-from yafsdp_fn.util.mesh_axes import OUTSIDE, MeshAxes, padded_numel, round_up, subgroups
+from yafsdp_fn.program.trace import Compute, Lent, Trace, UnitSpec, Visit, closing, elsewhere
+from yafsdp_fn.util.mesh_axes import MeshAxes, padded_numel, round_up, subgroups
 from yafsdp_fn.util.owners import Leaf, assign
 
 # ---- What the optimizer's exchanges move, from leaves as they were measured.
@@ -23,35 +23,25 @@ from yafsdp_fn.util.owners import Leaf, assign
 def lent_bytes(trace: Trace, units: tuple[int, ...]) -> int:
     """Returns the bytes that a rank sends in an exchange of `units`, on average; zero where nothing has measured their
     leaves."""
-    cut = tuple((unit.numel, unit.align, unit.over) for unit in trace.units)
-    inside = tuple(axis for axis in trace.mesh if axis[0] not in OUTSIDE)
-    away = _away(trace.lent, cut, trace.ranks, inside)
+    away = _away(trace.lent, trace.units, trace.ranks, trace.inside)
     return sum(away.get(unit, 0) for unit in units) // trace.ranks
 
 
 @lru_cache(maxsize=64)
-def _away(
-    lent: tuple[Lent, ...],
-    cut: tuple[tuple[int, int, tuple[str, ...]], ...],
-    ranks: int,
-    axes: MeshAxes,
-) -> dict[int, int]:
-    """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack.
-
-    cut: `(elements, align, over)` of all units; axes: `(name, size)` of those inside blocks
-    """
+def _away(lent: tuple[Lent, ...], units: tuple[UnitSpec, ...], ranks: int, inside: MeshAxes) -> dict[int, int]:
+    """Returns unit -> bytes that all ranks send in one exchange: those of its leaves that owners lack."""
     # where the leaves are, and who owns them
-    units = []
+    found = []
     for unit, _, measured in lent:
-        numel, align, over = cut[unit]
-        holders = subgroups(ranks, dict(axes), across=over)  # of each part of the unit
+        spec = units[unit]
+        holders = subgroups(ranks, dict(inside), across=spec.over)  # of each part of the unit
         shards = len(holders[0])
         leaves = [Leaf("", offset, shape, 0, len(holders)) for offset, shape, _, _ in measured]
-        units.append((unit, padded_numel(numel, shards, align) // shards, leaves, holders))
-    owners = assign(units, ranks)
+        found.append((unit, padded_numel(spec.numel, shards, spec.align) // shards, leaves, holders))
+    owners = assign(found, ranks)
     # of each leaf, what its owner has not got
     out: dict[int, int] = {}
-    for (unit, n, leaves, holders), of in zip(units, lent, strict=True):
+    for (unit, n, leaves, holders), of in zip(found, lent, strict=True):
         shard_of = {rank: shard for members in holders for shard, rank in enumerate(members)}
         away = 0.0
         for leaf, owner, (_, _, nbytes, _) in zip(leaves, owners[unit], of.leaves, strict=True):
@@ -214,20 +204,16 @@ class Program:
             )
         return self.stages[0]
 
-    @property
+    @cached_property
     def by_stage(self) -> tuple["Program", ...]:
         """The program of each stage alone, on the stage's own trace, which follows from its ops; this one itself if the
         step is not cut."""
         if self.trace.split is not None and self.trace.stage is None:
-            return self._by_stage
+            each = enumerate(self.stages)
+            return tuple(Program(stage_trace_of_ops(self.trace, stage, own), own) for stage, own in each)
         if len(self.stages) == 1:
             return (self,)
         return tuple(Program(self.trace, ops) for ops in self.stages)
-
-    @cached_property
-    def _by_stage(self) -> tuple["Program", ...]:
-        each = enumerate(self.stages)
-        return tuple(Program(stage_trace_of_ops(self.trace, stage, own), own) for stage, own in each)
 
     def with_ops(self, ops: Iterable[Op], stage: int = 0) -> "Program":
         """This program with other ops on `stage`."""
@@ -283,14 +269,13 @@ class Program:
     def carry_slot_bytes(self) -> dict[int, int]:
         """Size of each carry slot: the most that a visit saves, or that crosses between segments, in it. Zero where
         nothing has measured what visits save."""
-        split = self.trace.split
+        split = self.trace.cut
         sizes: list[tuple[int, int]] = []
         for op in self.ops:
             if isinstance(op, ops.Forward | ops.Fetch) and op.carry_slot is not None:
                 sizes.append((op.carry_slot, self.trace.visits[op.visit].cost.carry_slot_bytes))
-            if split is not None:
-                messages = self.trace.messages_of(op)
-                sizes += [(slot, round_up(split.bytes_of(message), LINE)) for message, slot in messages]
+            for message, slot in self.trace.messages_of(op):
+                sizes.append((slot, round_up(split.bytes_of(message), LINE)))
         return _largest(sizes)
 
     def host_bytes(self) -> dict[int, int]:
@@ -326,8 +311,8 @@ class Program:
         for op in (*self.ops, *after):
             if isinstance(op, ops.Exchange):
                 sent["exchange"] += lent_bytes(trace, op.units)
-            elif isinstance(op, ops.Send) and trace.split is not None:
-                sent["message"] += trace.split.bytes_of(op.message)
+            elif isinstance(op, ops.Send):
+                sent["message"] += trace.cut.bytes_of(op.message)
             for number in getattr(op, "units", ()):
                 unit = trace.units[number]
                 ranks = trace.ranks_of(unit)
@@ -338,8 +323,8 @@ class Program:
                         sent["gather in node"] += _others(unit.gather_bytes, trace.local_ranks_of(unit))
                     case ops.Reduce():
                         sent["reduce"] += _others(unit.reduce_wire, ranks)
-                    case ops.AllReduce(over="stages") if trace.split is not None:
-                        holders = len(trace.split.holders(number))
+                    case ops.AllReduce(over="stages"):
+                        holders = len(trace.cut.holders(number))
                         sent["all-reduce over stages"] += 2 * unit.reduce_bytes // ranks * (holders - 1) // holders
                     case ops.AllReduce():
                         shards = (unit.reduce_bytes + (unit.sum_bytes or unit.reduce_bytes)) // ranks

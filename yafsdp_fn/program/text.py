@@ -137,8 +137,7 @@ def _called(calls: Collectives) -> str:
 
 def describe_message(message: Message, trace: Trace) -> str:
     """Names what crosses between two segments."""
-    flows = trace.split.flows if trace.split else ()
-    source, target, *_ = flows[message.flow]
+    source, target, *_ = trace.cut.flows[message.flow]
     words = f"gradient {source} <- {target}" if message.back else f"segment {source} -> {target}"
     return words if trace.microbatches == 1 else f"{words} (microbatch {message.microbatch})"
 

@@ -182,6 +182,7 @@ class Execution:
         self._rule = ""
         # what the program is
         self.trace = program.trace
+        self.split = self.trace.cut
         self.ops = program.ops
         computes = [at for at, op in enumerate(self.ops) if isinstance(op, ComputeOp)]
         self.last_compute = max(computes, default=-1)
@@ -301,10 +302,7 @@ class Execution:
 
     def _cross(self, op: ComputeOp, way: Literal["takes", "gives"]) -> None:
         """Takes the messages of a compute from its carry slots, or gives them."""
-        split = self.trace.split
-        messages: Sequence[Message] = ()
-        if split is not None:
-            messages = getattr(split, way)(kind_of(op), op.visit, op.microbatch)
+        messages = getattr(self.split, way)(kind_of(op), op.visit, op.microbatch)
         self._ask("crosses", op, way, messages)
         change = self._take if way == "takes" else self._put
         for slot, message in zip(getattr(op, way), messages, strict=True):

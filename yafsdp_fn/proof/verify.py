@@ -196,9 +196,7 @@ def verify(program: Program) -> Program:
         ...
     yafsdp_fn.proof.errors.Refused: op 1 (forward embed in slot 2, keep graph): rule 'weights': slot 2 holds ...
     """
-    if not isinstance(program, Program):
-        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
-        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
+    must_be_program("verify", program)
     if program._proved:
         return program
     # each stage by itself, and all together
@@ -213,6 +211,13 @@ def verify(program: Program) -> Program:
         raise
     object.__setattr__(program, "_proved", f"; proved: {counted(len(program), 'op')}, {len(RULES)} rules")
     return program
+
+
+def must_be_program(verb: str, given: object) -> None:
+    """Raises TypeError for anything else, such as a schedule that was not called."""
+    if not isinstance(given, Program):
+        how = "schedule(trace)" if callable(given) else "Program(trace, ops)"
+        raise TypeError(f"{verb}: expected a Program, got {type(given).__name__}: {how}")
 
 
 def _verify_stages(program: Program) -> None:

@@ -62,6 +62,11 @@ def _lanes(visits: tuple[Visit, ...], units: tuple[UnitSpec, ...]) -> dict[int, 
     return lane
 
 
+def visited(trace: Trace) -> list[int]:
+    """Returns the units that visits use, in the order of their first visits."""
+    return list(dict.fromkeys(unit for visit in trace.visits for unit in visit.units))
+
+
 def own_slots(units: tuple[UnitSpec, ...]) -> dict[int, int]:
     """Returns unit -> slot: one each.
 
@@ -251,9 +256,8 @@ class _Builder:
             raise ValueError("update=True: this step has no optimizer to put into the program; it is for ya.train_step")
         if self.trace.trained:
             self.ops.append(Norm(self.trace.trained))
-        visited = [unit for visit in self.trace.visits for unit in visit.units]
         counts: dict[int, int] = {}  # unit -> parts of its update
-        for unit in (*visited, *range(len(self.trace.units))):
+        for unit in (*visited(self.trace), *range(len(self.trace.units))):
             counts[unit] = self.trace.parts(unit) if self.trace.units[unit].trainable else 0
         for ops, done in update_turns(counts):
             self.ops += ops

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from yafsdp_fn.program.program import Program
 from yafsdp_fn.program.trace import Trace, arguments
-from yafsdp_fn.schedules.build import alternating_slots, build, own_slots
+from yafsdp_fn.schedules.build import alternating_slots, build, own_slots, visited
 from yafsdp_fn.schedules.remat import Remat, policy
 from yafsdp_fn.util.words import shown
 
@@ -225,10 +225,10 @@ def _schedule(
     grad_slots = _own if defer else _of_gradients
 
     def schedule(trace: Trace) -> Program:
-        stacked = [unit for visit in trace.visits for unit in visit.units if trace.units[unit].stack is not None]
+        stacked = [unit for unit in visited(trace) if trace.units[unit].stack is not None]
         at = slots(trace)
         into = grad_slots(trace)
-        first = frozenset(list(dict.fromkeys(stacked))[:secondary])
+        first = frozenset(stacked[:secondary])
         return build(trace, at, into, prefetch=prefetch, remat=again, defer=defer, secondary=first, update=update)
 
     return schedule

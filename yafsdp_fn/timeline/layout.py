@@ -27,6 +27,7 @@ from yafsdp_fn.program.ops import (
     name_of,
 )
 from yafsdp_fn.program.trace import Trace, UnitSpec
+from yafsdp_fn.schedules.build import visited
 from yafsdp_fn.timeline.spans import Held, Idle, Span, Spans, grad_slots, kind, sums, weight_slots
 from yafsdp_fn.timeline.text import because, longest, share, shown
 
@@ -158,8 +159,7 @@ class Palette:
         self.trace = trace
         self.others: list[UnitSpec] = []
         self.stacks: dict[str, list[UnitSpec]] = {}
-        visited = [unit for visit in trace.visits for unit in visit.units]
-        for number in dict.fromkeys([*visited, *range(len(trace.units))]):
+        for number in dict.fromkeys([*visited(trace), *range(len(trace.units))]):
             unit = trace.units[number]
             if unit.stack is None:
                 self.others.append(unit)

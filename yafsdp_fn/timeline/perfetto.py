@@ -111,8 +111,8 @@ def _nbytes(op: Any, trace: Trace) -> int | None:
     match op:
         case Offload() | Fetch():
             return trace.visits[op.visit].cost.carry_slot_bytes
-        case Send() | Receive() if trace.split is not None:
-            return trace.split.bytes_of(op.message)
+        case Send() | Receive():
+            return trace.cut.bytes_of(op.message)
         case Gather() | Stash():
             return sum(trace.units[unit].gather_bytes for unit in op.units)
         case Reduce() | AllReduce():

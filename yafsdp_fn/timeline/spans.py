@@ -124,14 +124,10 @@ class Spans(_Fields):
         """The number of stages: one in plain training, and in a timeline of one stage's part."""
         return 1 if self.trace.stage is not None else self.trace.cut.stages
 
-    @property
+    @cached_property
     def by_stage(self) -> tuple[Self, ...]:
         """A timeline of each stage, as long as the step; this one where there is one stage."""
-        return (self,) if self.stage_count == 1 else self._by_stage
-
-    @cached_property
-    def _by_stage(self) -> tuple[Self, ...]:
-        return tuple(map(self._of_stage, range(self.stage_count)))
+        return (self,) if self.stage_count == 1 else tuple(map(self._of_stage, range(self.stage_count)))
 
     def _of_stage(self, stage: int) -> Self:
         own = [span for span in self.spans if span.stage == stage]

@@ -2,7 +2,7 @@
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -176,10 +176,6 @@ class _TracedDestination(Destination):
         return True
 
 
-Noted = Sequence[tuple[AxisCollective, bool]]
-"""Collectives that a block has called, and whether each has a backward."""
-
-
 def measure(
     call: BlockCall, trained: tuple[int, ...], track: bool, placement: Placement[Any], rule: AttentionRule
 ) -> BodyCosts:
@@ -271,10 +267,14 @@ def measure(
     )
 
 
+Noted = list[tuple[AxisCollective, bool]]
+"""Collectives over axes inside blocks that were called, and whether each has a backward."""
+
+
 @contextmanager
-def noting(ranks: Ranks) -> Iterator[list[tuple[AxisCollective, bool]]]:
-    """Collects the collectives over axes inside blocks in its context, and whether each has a backward."""
-    before, found = ranks.called, list[tuple[AxisCollective, bool]]()
+def noting(ranks: Ranks) -> Iterator[Noted]:
+    """Collects the collectives over axes inside blocks in its context."""
+    before, found = ranks.called, Noted()
     ranks.called = lambda call, given, _: found.append((call, given.requires_grad and call.kind != "pmax"))
     try:
         yield found

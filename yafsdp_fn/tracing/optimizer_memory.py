@@ -1,6 +1,5 @@
 """Measures, on fake tensors, the memory of an optimizer, and the computation of owners of whole leaves."""
 
-import math
 from collections import Counter
 from contextlib import suppress
 from functools import cache, partial
@@ -20,7 +19,6 @@ from yafsdp_fn.optim.leafwise import Leafwise, plan
 from yafsdp_fn.optim.step.analysis import leafwise_lanes
 from yafsdp_fn.optim.step.units import UnitSteps
 from yafsdp_fn.params.layout import TreeLayout
-from yafsdp_fn.params.precision import Precision
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded, trainable
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import OptimizerMemory
@@ -29,7 +27,7 @@ from yafsdp_fn.program.program import after_program
 from yafsdp_fn.program.trace import Lent, Trace
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.tracing.body import LiveBytes
-from yafsdp_fn.util.mesh_axes import SHARD
+from yafsdp_fn.util.mesh_axes import SHARD, ranks_on
 from yafsdp_fn.util.owners import Leaf
 from yafsdp_fn.util.torch_private import FAKE_HAS_NO_VALUE, FUSED_IN_PLACE
 
@@ -41,22 +39,22 @@ def with_optimizer(trace: Trace, tx: Any, skips: bool, placement: Placement[Any]
     """
     if tx is None:
         return trace
-    optimizer = optimizer_memory(tx, placement.layout, placement.precision, skips, placement.comms.device)
-    return trace._replace(optimizer=optimizer, lent=measured_leaves(tx, trace.lent, placement))
+    return trace._replace(
+        optimizer=optimizer_memory(tx, skips, placement), lent=measured_leaves(tx, trace.lent, placement)
+    )
 
 
 # ---- State and step of an optimizer, on fake tensors.
 
 
-def optimizer_memory(
-    tx: Any, layout: TreeLayout, precision: Precision, skips: bool, device: torch.device
-) -> OptimizerMemory:
-    """Returns the memory of `tx` for a state of `layout` on `device`: of its state, and of a step.
+def optimizer_memory(tx: Any, skips: bool, like: Placement[Any]) -> OptimizerMemory:
+    """Returns the memory of `tx` for a state that is placed `like` this, if one rank had all: of its state, and of a
+    step.
 
     An update that reads the values of tensors cannot run here: it counts as one that allocates nothing.
     """
-    axes = ((SHARD, 1),)
-    placement = Placement(layout, axes, precision, absent_ranks(axes, device))
+    axes, device = ((SHARD, 1),), like.comms.device
+    placement = Placement(like.layout, axes, like.precision, absent_ranks(axes, device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = trainable(placement.handles(placement.shards(device)))
         grads = trainable(placement.handles(placement.shards(device)))
@@ -75,7 +73,7 @@ def optimizer_memory(
     block = block_of(tx)
     one_by_one = bool(steps.parts) or block > 1
     elements = max(updated, default=0) if one_by_one else sum(updated)
-    fixed, shards, on_host = _spread(state, layout, block)
+    fixed, shards, on_host = _spread(state, like.layout, block)
     return OptimizerMemory(fixed, shards, (lives.peak, max(elements, 1)), block, on_host)
 
 
@@ -126,8 +124,7 @@ def _spread(state: Any, layout: TreeLayout, block: int) -> Spread:
                 on_host.update(dict.fromkeys(group.held, per_element // len(group.held)))
                 continue
             of = here[group.units]
-            parts = math.prod(size for _, size in of.axes)
-            shards[of.layout.numel, parts] += per_element
+            shards[of.layout.numel, ranks_on(of.axes)] += per_element
     spread = tuple((numel, nbytes, parts) for (numel, parts), nbytes in sorted(shards.items()))
     return fixed, spread, tuple(sorted(on_host.items()))
 

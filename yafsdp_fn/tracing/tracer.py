@@ -27,8 +27,8 @@ from yafsdp_fn.runtime.graph_walks import leaves_behind, saved_by
 from yafsdp_fn.runtime.placement import Placement
 from yafsdp_fn.runtime.protocols import movable
 from yafsdp_fn.tracing.attention import AttentionRule
-from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, measure, noting
-from yafsdp_fn.util.mesh_axes import AxisCollective, MeshAxes
+from yafsdp_fn.tracing.body import BodyCosts, LiveBytes, Noted, measure, noting
+from yafsdp_fn.util.mesh_axes import MeshAxes
 from yafsdp_fn.util.randomness import acting_over
 from yafsdp_fn.util.torch_private import asks_for_values, memory_key, mixes_traces, not_compiled
 
@@ -167,7 +167,7 @@ class Tracer:
         self._saved: list[set[int]] = []  # numbers: by the graph of each visit, and by the loss beside them
         self._saved_beside: set[int] = set()
         # collectives over axes inside blocks
-        self.called: list[tuple[AxisCollective, bool]] = []  # by the loss since the last visit, see `noting`
+        self.called: Noted = []  # by the loss since the last visit
         self.between: list[Between] = []
 
     def visit(self, call: BlockCall) -> Tree:

@@ -35,6 +35,11 @@ MOST_RANKS = 2**17
 """The most ranks of a mesh: more GPUs than anybody trains on."""
 
 
+def ranks_on(axes: MeshAxes) -> int:
+    """Returns the ranks of a mesh that differ on these axes alone."""
+    return math.prod(size for _, size in axes)
+
+
 def round_up(n: int, multiple: int = ALIGN) -> int:
     return -(-n // multiple) * multiple
 

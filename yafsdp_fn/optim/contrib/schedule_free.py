@@ -144,7 +144,9 @@ def schedule_free_adamw(
     >>> update(ya.optim.contrib.schedule_free_adamw(0.1))
     tensor([-0.1000,  0.1000])
     """
-    rate = _warm(learning_rate, warmup_steps)
+    rate: float | Rate = learning_rate
+    if warmup_steps is not None:
+        rate = warmup_constant_schedule(0.0, learning_rate, warmup_steps)
     rms = scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True)
     base = chain(rms, add_decayed_weights(weight_decay), scale_by_learning_rate(rate))
     return schedule_free(base, rate, b1, weight_lr_power, state_dtype)
@@ -153,7 +155,3 @@ def schedule_free_adamw(
 def _average(y: Tensor, z: Tensor, b1: Any) -> Tensor:
     x: Tensor = (y - (1 - b1) * z) / b1
     return x
-
-
-def _warm(learning_rate: float, warmup_steps: int | None) -> float | Rate:
-    return learning_rate if warmup_steps is None else warmup_constant_schedule(0.0, learning_rate, warmup_steps)

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from yafsdp_fn.optim.base import OnWrite, Scalar, Stage, State, apply_updates, checked_update, name
 from yafsdp_fn.optim.cutting import GLOBAL, Cutter, Host, UnitTree
-from yafsdp_fn.optim.leaf_exchange import Messages
-from yafsdp_fn.optim.leafwise import Leafwise, UnitPlan, at_owners, plan
+from yafsdp_fn.optim.leaf_exchange import Messages, UnitPlan
+from yafsdp_fn.optim.leafwise import Leafwise, at_owners, plan
 from yafsdp_fn.params.leaf_mask import LeafRule, by_leaf, leaf_mask
 from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import Tree, named_leaves, shape_of, tensors_in
@@ -90,11 +90,10 @@ class Definition:
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
         self._masks = None if lane.chosen is None else _masks(lane.chosen, lane.params)
-        self._plans: dict[tuple[int, int], UnitPlan] = {}  # (rule, unit) -> the unit's
+        self._plans: dict[int, dict[int, UnitPlan]] = {}  # of the units that a transformation exchanges leaves of
         for tx, _ in lane.stages:
             if isinstance(tx.rule, Leafwise) and lane.units:
-                plans = plan(tx.rule, handles(lane.params))
-                self._plans.update({(id(tx), unit): of_unit for unit, of_unit in plans.items()})
+                self._plans[id(tx)] = plan(tx.rule, handles(lane.params))
         states: Tree = [state for _, state in lane.stages]
         self._shared = {id(x): x for x in tensors_in(states) if not x.ndim}
         self._cut: list[UnitTree] = []
@@ -128,7 +127,8 @@ class Definition:
                 # between parts, the rows of what is on the host may hold the states of other units
                 state = optree.tree_map(torch.clone, kept)
             if isinstance(tx.rule, Leafwise) and units:
-                updates, after = yield from self._at_owners(tx.rule, id(tx), updates, state, seen, units)
+                (unit,) = units
+                updates, after = yield from self._at_owners(tx.rule, self._plans[id(tx)][unit], updates, state, seen)
                 messages_left -= 2
             else:
                 updates, after = checked_update(tx, updates, state, seen)
@@ -150,13 +150,12 @@ class Definition:
             foreach_copy(copied, leaves)
 
     def _at_owners(
-        self, rule: Leafwise, number: int, updates: Tree, state: State, params: Tree, units: Sequence[int]
+        self, rule: Leafwise, of: UnitPlan, updates: Tree, state: State, params: Tree
     ) -> Generator[list[Messages], None, tuple[Tree, State]]:
-        (unit,) = units
         (given,), (kept,) = handles(updates), handles(state)
         weights = handles(params)[0]
         ranks = handles(self.lane.params)[0].owner.comms
-        new, after = yield from at_owners(rule, self._plans[number, unit], ranks, given, kept, weights)
+        new, after = yield from at_owners(rule, of, ranks, given, kept, weights)
         return _with_handle(updates, new), _with_handle(state, after)
 
     def _trees(self, call: StepCall) -> list[Tree]:
