@@ -75,7 +75,8 @@ def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(
 
 
 def test_adapters_that_peft_has_not_are_refused(tmp_path: Path) -> None:
-    config, mesh = SMALL["mixtral"], ya.mesh(device="cpu")
+    config = SMALL["mixtral"]
+    mesh = ya.mesh(device="cpu")
     plain = ya.materialize(mixtral.params(config), seed=0)
     adapted = ya.init(ya.lora(mixtral.params(config), 2), mesh=mesh).params
     with pytest.raises(ValueError, match="these params have no adapters to save"):

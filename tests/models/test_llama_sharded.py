@@ -32,10 +32,12 @@ def test_pinned_norms_are_one_unit() -> None:
     """Beside those of the layers, which are smaller by as much."""
     state = ya.init(llama.params(CONFIG, pin_norms=True), TX, mesh=ya.mesh(device="cpu"))
     norms = next(unit for unit in state.memory.units if unit.name == "layers.pinned")
-    E, L = CONFIG.embed, CONFIG.layers
+    E = CONFIG.embed
+    L = CONFIG.layers
     assert norms.stack is None and norms.numel == 104 + L * E  # two leaves, the second aligned
     layers = [unit.numel for unit in state.memory.units if unit.stack == "layers"]
-    assert len(layers) == L and sum(layers) < CONFIG.num_parameters - 2 * L * E
+    assert len(layers) == L
+    assert sum(layers) < CONFIG.num_parameters - 2 * L * E
 
 
 def save_and_load(
@@ -66,9 +68,11 @@ def test_files_hold_the_masters_of_a_sharded_state(
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     expected = pools[world].run(save_and_load, tmp_path, TIED, compute, pin_norms)[0]
     got = optree.tree_leaves(ya.materialize(llama.hf.load(tmp_path)[1]))
-    assert len(got) == len(expected) and len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert len(got) == len(expected)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     for a, b in zip(got, expected, strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b)
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
 
 
 # ---- memory
