@@ -166,9 +166,13 @@ def same(found: list[list[Compared]]) -> Items:
     return {name: max(real[name] for _, real in itertools.chain(*found)) for name in found[0][0][1]}
 
 
-SMALLEST, DEFERRED, RECOMPUTED = ("fp32", "zero3", 1), ("bf16", "zero2", 2), ("wide sums", "remat", 2)
+SMALLEST = ("fp32", "zero3", 1)
+DEFERRED = ("bf16", "zero2", 2)
+RECOMPUTED = ("wide sums", "remat", 2)
 CAST = [("bf16, no copy", "zero3", 1), ("bf16, no copy", "remat", 2)]
-WIRE, TWICE, ALONE = ("bf16 wire", "zero3", 1), ("bf16 wire", "zero3", 2), ("bf16 alone", "zero3", 1)
+WIRE = ("bf16 wire", "zero3", 1)
+TWICE = ("bf16 wire", "zero3", 2)
+ALONE = ("bf16 alone", "zero3", 1)
 OWN = [SMALLEST, DEFERRED, WIRE, TWICE, ("wide sums", "remat", 1), ("fp64 wide", "zero2", 2), ALONE]
 FORMATS = [(name, *case) for name in ("fp32", "wide sums", "fp64 wide") for case in (("zero3", 1), ("zero2", 2))]
 FORMATS_ON_NODES = [(name, "hpz", 1) for name in ("fp32", "wide sums", "fp64 wide")]
