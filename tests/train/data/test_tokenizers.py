@@ -39,10 +39,13 @@ def test_code_beside_a_tokenizer_never_runs(folder: Path, tmp_path: Path, monkey
     try:
         found = tokenizers.load(str(folder))
     except ConfigError as error:
-        assert file == "tokenizer_config.json" and "contains custom code" in str(error)
+        assert file == "tokenizer_config.json"
+        assert "contains custom code" in str(error)
     else:  # the configuration of a model is not needed
-        assert file == "config.json" and found.decode(found.encode(["One?"])[0].tolist()) == "One?"
-    assert not ran.exists() and not asked
+        assert file == "config.json"
+        assert found.decode(found.encode(["One?"])[0].tolist()) == "One?"
+    assert not ran.exists()
+    assert not asked
 
 
 def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:

@@ -121,7 +121,8 @@ def outside(folder: Path) -> dict[str, Any]:
 
 
 def planted(folder: Path, name: str, kind: str) -> None:
-    victims, link = folder / "victims", folder / "runs" / "a" / name
+    victims = folder / "victims"
+    link = folder / "runs" / "a" / name
     shutil.rmtree(victims, ignore_errors=True)
     victims.mkdir()
     (victims / "file").write_text("mine")
@@ -140,7 +141,9 @@ def planted(folder: Path, name: str, kind: str) -> None:
 
 def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...], links: list[tuple[str, str]]) -> list[str]:
     """Names of the links that led somewhere."""
-    run, kept, led = folder / "runs" / "a", folder / "kept", []
+    run = folder / "runs" / "a"
+    kept = folder / "kept"
+    led = []
     run.rename(kept)
     for name, kind in links:
         shutil.copytree(kept, run)
@@ -178,7 +181,8 @@ def reports(mesh: Any, folder: Path) -> None:
                 before = outside(folder)
                 write(Options(folders))
                 assert outside(folder) == before, f"{name}{suffix} to a {kind}"
-                assert "</html>" in (run / name).read_text() and not (run / name).is_symlink()
+                assert "</html>" in (run / name).read_text()
+                assert not (run / name).is_symlink()
 
 
 def test_no_link_is_followed_by_a_report(pools: Pools, runs: Runs, tmp_path: Path) -> None:
