@@ -3,7 +3,6 @@ loop; merged, in checkpoints and in files it is as without axes."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ import yafsdp_fn as ya
 from models import hf, llama
 from models.parts.axes import NONE, Axes
 from tests.axes.test_exact import FLOAT64, close
-from tests.axes.test_llama import FAMILIES, SEQUENCE, SIZE, TENSOR, Case, S, config_of, optimizer, trained, wide
+from tests.axes.test_llama import FAMILIES, SEQUENCE, TENSOR, Case, batch_of, config_of, optimizer, trained, wide
 from tests.axes.test_states import equal
 from tests.harness.pool import on_ranks
+from tests.modules.test_lora_on_ranks import begun, every_matrix
 from yafsdp_fn.checkpoint import load, save
 
 LLAMA = Case({}, TENSOR)
@@ -26,24 +26,17 @@ CONFIG = config_of(LLAMA)
 WITHOUT = ya.params.without_markers
 
 
-def every_matrix(path: str, param: ya.Param) -> bool:
-    """Those of layers, the embedding and the head."""
-    return len(param.shape) == 2
-
-
 def adapted(case: Case, axes: Axes, dtype: Any = None, where: Any = every_matrix) -> Any:
     """The model with adapters that are not zero."""
-
-    def begun(node: Any) -> Any:
-        if not isinstance(node, ya.LowRank):
-            return node
-        a, b = (dataclasses.replace(each, dtype=torch.float64) for each in (node.a, node.b))
-        return dataclasses.replace(node, a=a, b=dataclasses.replace(b, init=ya.params.initializers.normal(0.3)))
-
+    whole = wide(FAMILIES[case.family].params(config_of(case), **axes.options))
     tree = ya.lora(
-        wide(FAMILIES[case.family].params(config_of(case), **axes.options)), 3, where, alpha=4.0, dtype=dtype
+        whole,
+        3,
+        where,
+        alpha=4.0,
+        dtype=dtype,
     )
-    return optree.tree_map(begun, tree, is_leaf=lambda node: isinstance(node, ya.LowRank))
+    return begun(tree, torch.float64)
 
 
 @functools.cache
@@ -92,11 +85,6 @@ def test_on_four_ranks(mesh: Any) -> None:
     exact(mesh, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
 
 
-def batch() -> Any:
-    tokens = torch.randint(SIZE["vocab"], (4, S), generator=torch.Generator().manual_seed(1))
-    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
-
-
 @on_ranks(2)
 def test_checkpoints_merging_and_files(_: Any, tmp_path: Path) -> None:
     """Trained, saved and loaded on other axes; merged; as files of transformers and peft; from tensors."""
@@ -108,7 +96,7 @@ def test_checkpoints_merging_and_files(_: Any, tmp_path: Path) -> None:
     state = ya.init(tree, tx, mesh=mesh)
     again = ya.shard(WITHOUT(ya.materialize(tree)), like=tree, mesh=mesh)
     equal(again.params, state.params)
-    state, _ = ya.train_step(llama.loss(CONFIG, axes=TENSOR), tx)(state, batch())
+    state, _ = ya.train_step(llama.loss(CONFIG, axes=TENSOR), tx)(state, batch_of(0))
     save(f"{folder}/run", state)
     plain = load(f"{folder}/run", ya.init(tree, tx, mesh=alone))[0]
     equal(plain.params, state.params)

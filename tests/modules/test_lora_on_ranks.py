@@ -33,23 +33,27 @@ REMATS = {
 }
 
 
-def matrices(path: str, p: ya.Param) -> bool:
+def every_matrix(path: str, p: ya.Param) -> bool:
     """Those of layers, the embedding and the head."""
     return len(p.shape) == 2
 
 
-def begun(tree: Any) -> Any:
+def begun(tree: Any, dtype: torch.dtype = torch.float32) -> Any:
     """`tree` with adapters that are not zero."""
+    made = ya.params.initializers.normal(0.5)
 
     def of(node: Any) -> Any:
-        made = ya.params.initializers.normal(0.5)
-        return dataclasses.replace(node, b=ya.Param(node.b.shape, init=made)) if isinstance(node, ya.LowRank) else node
+        if not isinstance(node, ya.LowRank):
+            return node
+        a = dataclasses.replace(node.a, dtype=dtype)
+        b = dataclasses.replace(node.b, dtype=dtype, init=made)
+        return dataclasses.replace(node, a=a, b=b)
 
     return optree.tree_map(of, tree, is_leaf=lambda node: isinstance(node, ya.LowRank))
 
 
 def adapted(dtype: torch.dtype | None = None) -> Params:
-    return begun(ya.lora(base_params(LAYERS), RANK, matrices, alpha=ALPHA, dtype=dtype))
+    return begun(ya.lora(base_params(LAYERS), RANK, every_matrix, alpha=ALPHA, dtype=dtype))
 
 
 # ---- a model that uses weights in several ways
