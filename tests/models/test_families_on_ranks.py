@@ -16,7 +16,7 @@ from tests.harness.abstract import batch_of
 from tests.harness.marks import by_day
 from tests.harness.oracle import by_autograd, compare, looped, whole
 from tests.harness.pool import on_ranks
-from tests.models.theirs import draw, with_targets
+from tests.models.theirs import draw, gains_in_float32, with_targets
 
 ODD = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
 HEADS = {**ODD, "heads": 3, "kv_heads": 1, "head_dim": 10}
@@ -98,15 +98,6 @@ def test_a_plan_of_packed_documents(name: str) -> None:
     assert sum(visit.cost.attention_flops for visit in trace.visits) == 3 * 4 * 48 * 24 * config.attended
 
 
-def in_float32(tree: Any) -> Any:
-    """Gains in float32, as the routers."""
-
-    def of(path: str, leaf: ya.Param) -> ya.Param:
-        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
-
-    return optree.tree_map(of, ya.params.leaf_names(tree), tree)
-
-
 def flat(tree: Any) -> dict[str, Any]:
     bare = whole(tree)
     return dict(zip(optree.tree_leaves(ya.params.leaf_names(bare)), optree.tree_leaves(bare), strict=True))
@@ -118,7 +109,7 @@ def test_a_mixtral_in_bf16_with_routers_and_gains_in_float32(mesh: Any) -> None:
     F32 = torch.float32
     F64 = torch.float64
     config = dataclasses.replace(SMALL["mixtral"], router_loss=False)
-    abstract = in_float32(mixtral.params(config, router=F32))
+    abstract = gains_in_float32(mixtral.params(config, router=F32))
     leaves = {path: leaf for path, leaf in flat(abstract).items() if leaf.compute is not None}
     assert len(leaves) == 4
     assert any(path.endswith(mixtral.GATE) for path in leaves)

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +27,7 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import Model, batch, embed, loss, model, one_rank
+from tests.models.theirs import gains_in_float32
 from yafsdp_fn import optim
 from yafsdp_fn.nn import linear
 from yafsdp_fn.nn.linear import multiplies_wider
@@ -183,8 +183,12 @@ TRAVELS = ("working_copy", "weight_slots", "receive")
     ("world", "mesh", "made", "cases", "some", "none"),
     [
         (
-            *(1, "shard", frozen_embedding, [SMALLEST, ("bf16", "remat", 2), WIRE, TWICE, RECOMPUTED, ALONE]),
-            *(("grad_slots", "receive"), ("weight_slots", "secondary", "staging")),
+            1,
+            "shard",
+            frozen_embedding,
+            [SMALLEST, ("bf16", "remat", 2), WIRE, TWICE, RECOMPUTED, ALONE],
+            ("grad_slots", "receive"),
+            ("weight_slots", "secondary", "staging"),
         ),
         (2, "shard", frozen_embedding, [SMALLEST, DEFERRED, WIRE, RECOMPUTED], ("weight_slots",), ("secondary",)),
         (1, "shard", own_dtypes, CAST, ("weight_slots",), ("working_copy",)),
@@ -278,19 +282,6 @@ SMALL_HEAD = llama.Config(vocab=256, embed=128, ffn=512, layers=4, heads=4, kv_h
 BF16 = PRECISIONS["bf16"]
 
 
-def own_gains(tree: Any) -> Any:
-    """The tree of a model whose gains are in float32, whatever the rest is in."""
-
-    def of(path: str, leaf: Any) -> Any:
-        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
-
-    return optree.tree_map(of, ya.params.leaf_names(tree), tree)
-
-
-def with_own_gains(config: llama.Config) -> Any:
-    return own_gains(llama.params(config))
-
-
 def tokens(config: llama.Config, rows: int = 2, device: str = "cpu") -> dict[str, Tensor]:
     made = torch.randint(0, config.vocab, (rows, config.max_length), device=device)
     return {"tokens": made, "targets": made}
@@ -347,7 +338,8 @@ def test_the_peak_of_a_step(remat: str, microbatches: int) -> None:
 
 @pytest.mark.parametrize("remat", ["none", "all"])
 def test_the_peak_with_gains_in_float32(remat: str) -> None:
-    agree(*measured(one_rank(), LARGE_HEAD, zero3(remat=remat), 1, params=with_own_gains), 0.01)
+    params = gains_in_float32(llama.params(LARGE_HEAD))
+    agree(*measured(one_rank(), LARGE_HEAD, zero3(remat=remat), 1, params=lambda _: params), 0.01)
 
 
 @pytest.mark.parametrize("microbatches", [nightly(1), 2])
