@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import pytest
@@ -21,11 +22,12 @@ PARAMS = {"layers": ya.Stacked({"w": ya.Param((3, E, E))})}
 WORD = S * E * 4
 
 
-def loss(params: Any, batch: Tensor) -> Tensor:
-    def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
-        return F.silu(F.linear(x, w["w"]) + 1.0) * 2.0, None
+def loss_of(layer: Callable[[Tensor, Any], Tensor]) -> Any:
+    """The sum of what a stack of such layers makes of a batch."""
+    return lambda params, batch: ya.scan(lambda x, w: (layer(x, w), None), batch, params["layers"])[0].sum()
 
-    return ya.scan(block, batch, params["layers"])[0].sum()
+
+loss = loss_of(lambda x, w: F.silu(F.linear(x, w["w"]) + 1.0) * 2.0)
 
 
 def traced() -> Trace:
@@ -69,12 +71,7 @@ def test_layers_recompute_by_ops() -> None:
 
 
 def test_checkpoints_stop_before_the_last_product() -> None:
-    def gated(params: Any, batch: Tensor) -> Tensor:
-        def block(x: Tensor, w: dict[str, Tensor]) -> tuple[Tensor, None]:
-            return x + F.linear(F.silu(F.linear(x, w["up"])), w["down"]), None
-
-        return ya.scan(block, batch, params["layers"])[0].sum()
-
+    gated = loss_of(lambda x, w: x + F.linear(F.silu(F.linear(x, w["up"])), w["down"]))
     layers = ya.Stacked({"up": ya.Param((3, 2 * E, E)), "down": ya.Param((3, E, 2 * E))})
     whole = trace(gated, {"layers": layers}, torch.empty(S, E), ranks=2)
     before = [visit.cost for visit in whole.visits]
