@@ -599,11 +599,14 @@ def warned_by(call: Any, *args: Any) -> list[str]:
     return [str(each.message) for each in caught]
 
 
+def warned_of(mesh: Any, rows: torch.Tensor) -> list[list[str]]:
+    """What is said in a first step on these rows, and on the part of them that `shard_batch` deals to this rank."""
+    return [warned_by(stepping({"x": x}), mesh) for x in (rows, ya.shard_batch(rows, mesh))]
+
+
 @on_ranks(1, 2)
 def test_a_batch_that_all_ranks_have_is_warned_of(mesh: Any) -> None:
-    rows = torch.arange(16.0).view(4, 4)
-    given = rows, ya.shard_batch(rows, mesh)
-    same, own = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": x}) for x in given)
+    same, own = warned_of(mesh, torch.arange(16.0).view(4, 4))
     assert own == []
     assert len(same) == mesh.size() - 1
     assert all("all ranks have the same batch, so that each row" in text for text in same)
@@ -620,7 +623,7 @@ def test_a_sum_over_shards_in_a_loss_is_warned_of(mesh: Any) -> None:
         lambda layers: by_hand(layers).detach(),
     ]
     rows = ya.shard_batch(torch.arange(16.0).view(4, 4), mesh)
-    found, *others = [warned_by(ya.train_step(with_whole(way), TX), new(mesh), {"x": rows}) for way in ways]
+    found, *others = [warned_by(stepping({"x": rows}, with_whole(way)), mesh) for way in ways]
     assert others == [[]] * 3
     assert len(found) == mesh.size() - 1
     assert all(text.startswith("the loss computes with leaves of layers beside its visits") for text in found)
@@ -628,9 +631,7 @@ def test_a_sum_over_shards_in_a_loss_is_warned_of(mesh: Any) -> None:
 
 @on_ranks(1, 2)
 def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(mesh: Any) -> None:
-    mine = torch.arange(16.0).view(4, 4) + 16 * mesh.get_rank()
-    given = mine, ya.shard_batch(mine, mesh)
-    as_they_are, cut = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": rows}) for rows in given)
+    as_they_are, cut = warned_of(mesh, torch.arange(16.0).view(4, 4) + 16 * mesh.get_rank())
     assert as_they_are == []
     assert len(cut) == mesh.size() - 1
     assert all(text.startswith("ranks have given other rows to ya.shard_batch") for text in cut)
