@@ -134,7 +134,8 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(program: ya.Program) -> 
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     told = subprocess.run([sys.executable, "-c", code, "verify", "step.json"], stdout=write, stderr=-1, env=env)
     os.close(write)
-    assert (told.returncode, told.stderr) == (141, b"")
+    assert told.returncode == 141
+    assert told.stderr == b""
 
 
 def test_help_says_once_what_needs_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:

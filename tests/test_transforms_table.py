@@ -48,7 +48,8 @@ from yafsdp_fn.util.randomness import VisitCounter, counting
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's, of linearize
 
 Tree = Any
-BOUND, ROWS = 1e-12, 3
+BOUND = 1e-12
+ROWS = 3
 DOUBLE = ya.Precision(torch.float64)
 LossOf = Callable[[Tree, Batch], Tensor]
 Within = Callable[[], contextlib.AbstractContextManager[None]]
@@ -61,7 +62,8 @@ class Loss:
     """
 
     def __init__(self, loss: LossOf, batches: Sequence[Batch], within: Sequence[Within] = ()) -> None:
-        self._loss, self._batches = loss, batches
+        self._loss = loss
+        self._batches = batches
         self._within = within or [contextlib.nullcontext] * len(batches)
 
     def __call__(self, p: Tree) -> Tensor:

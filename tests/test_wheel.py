@@ -49,7 +49,8 @@ def test_wheel_and_sdist_hold_the_library_its_licence_and_its_name(built: tuple[
         (metadata,) = (packed.read(name) for name in names if name.endswith(".dist-info/METADATA"))
         assert any(name.endswith("licenses/LICENSE") for name in names)
     said = message_from_bytes(metadata)
-    assert (said["Name"], said["Version"]) == (PROJECT["name"], PROJECT["version"])
+    assert said["Name"] == PROJECT["name"]
+    assert said["Version"] == PROJECT["version"]
     assert said["License-Expression"] == PROJECT["license"]
     needed = {line for line in said.get_all("Requires-Dist", []) if "extra ==" not in line}
     assert len(needed) == len(PROJECT["dependencies"])

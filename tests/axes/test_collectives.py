@@ -77,8 +77,10 @@ def test_a_collective_and_its_derivatives(_: Any, name: str) -> None:
     rank = mesh.get_rank()
     xs = [drawn(shape, r) for r in range(2)]
     with acting_over(communicators(mesh)):
-        assert (ya.axis_size("tensor"), ya.axis_index("tensor")) == (2, rank)
-        assert (ya.axis_size("context"), ya.axis_index("context")) == (1, 0)
+        assert ya.axis_size("tensor") == 2
+        assert ya.axis_index("tensor") == rank
+        assert ya.axis_size("context") == 1
+        assert ya.axis_index("context") == 0
         x = xs[rank].clone().requires_grad_()
         out = call(x)
         torch.testing.assert_close(out, want(xs, rank), rtol=0, atol=1e-15)
@@ -120,7 +122,8 @@ def test_on_plain_tensors_an_axis_has_one_rank(name: str) -> None:
         "all_to_all": x.movedim(1, 0),
     }
     assert torch.equal(call(x), one.get(name, x))
-    assert (ya.axis_size("tensor"), ya.axis_index("tensor")) == (1, 0)
+    assert ya.axis_size("tensor") == 1
+    assert ya.axis_index("tensor") == 0
 
 
 @on_ranks(2)

@@ -47,7 +47,8 @@ def test_json_on_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
     zero3, fsdp2 = found["contenders"].values()
     gathers = 2 + parts * max(layers, 2 * layers - 2) - 2 * (parts - 1)
     reductions = parts * units
-    assert (zero3["program"]["ops"]["Gather"], zero3["program"]["ops"]["Reduce"]) == (gathers, reductions)
+    assert zero3["program"]["ops"]["Gather"] == gathers
+    assert zero3["program"]["ops"]["Reduce"] == reductions
     sums = 1  # of what the step reports
     assert zero3["collectives"]["send"]["count"] == gathers + reductions + sums, "each is one message to the only peer"
     assert zero3["sent_bytes"] == sum(zero3["program"]["wire_bytes"].values()) > 0
@@ -96,7 +97,8 @@ def test_depth_first_against_layer_major(capfd: pytest.CaptureFixture[str]) -> N
     argv = ["--microbatches", "4", "--batch", "4", "--schedules", "zero3", "zero3-chunk4", "--peers", "--no-counts"]
     found = run_json(capfd, *argv)
     assert found["tokens_per_step"] == 2 * 4 * 8
-    layers, units = 3, 5
+    layers = 3
+    units = 5
     depth, major = (contender["program"]["ops"] for contender in found["contenders"].values())
     assert depth["Reduce"] == 4 * units
     assert major["Reduce"] == units

@@ -33,7 +33,8 @@ ROOM, SLACK, SECONDS = 256 * 2**20, 2 * 2**20, 5.0
 RUN = ("exec", "compile", "os.system", "os.exec", "os.fork", "subprocess.Popen", "pickle.find_class", "import")
 """Events of Python's audit that no loader may cause."""
 
-DEEP, TWICE = "<deep>", "<twice>"
+DEEP = "<deep>"
+TWICE = "<twice>"
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 1.0, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf")),
     *(2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400, 1_000_000),

@@ -72,7 +72,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault, what: str) -> Tensor:
-        ctx.fault, ctx.what = fault, what
+        ctx.fault = fault
+        ctx.what = what
         return x.view_as(x)
 
     @staticmethod

@@ -32,7 +32,8 @@ from yafsdp_fn.schedules import Program
 
 F64 = torch.float64
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-LAYERS, X = 3, 5
+LAYERS = 3
+X = 5
 EXACT = ya.Precision(F64)
 STEPS = ("zero1", "zero3, recomputed", "hpz")
 """The schedules that take three steps, as well."""
@@ -162,7 +163,8 @@ class Plain:
     see weights in a dtype of their own, or in `compute`."""
 
     def __init__(self, abstract: Any, loss: Loss = loss, compute: torch.dtype = F64) -> None:
-        self.abstract, self.loss = abstract, loss
+        self.abstract = abstract
+        self.loss = loss
         bare = ya.params.without_markers(abstract)
         leaves, self.spec = optree.tree_flatten(bare)
         self.wires = [leaf.wire for leaf in leaves]

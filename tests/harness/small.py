@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import yafsdp_fn as ya
 
 V, E, F, L = 11, 5, 7, 3
-B, S = 4, 3
+B = 4
+S = 3
 
 
 Loss = Callable[["Model", Any], ya.Mean]

@@ -284,5 +284,7 @@ def test_a_failure_of_rank_0_is_every_rank_s(pools: Pools, world: int, tmp_path:
 
 def test_the_names_that_are_looked_for_are_those_of_transformers() -> None:
     utils = pytest.importorskip("transformers.utils", reason="compares with transformers")
-    assert (model_folder.SINGLE, model_folder.INDEX) == (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME)
-    assert (settings.CONFIG, settings.GENERATION) == (utils.CONFIG_NAME, utils.GENERATION_CONFIG_NAME)
+    assert model_folder.SINGLE == utils.SAFE_WEIGHTS_NAME
+    assert model_folder.INDEX == utils.SAFE_WEIGHTS_INDEX_NAME
+    assert settings.CONFIG == utils.CONFIG_NAME
+    assert settings.GENERATION == utils.GENERATION_CONFIG_NAME

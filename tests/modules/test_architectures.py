@@ -55,7 +55,8 @@ class Case(NamedTuple):
     config: str = "Config"
 
 
-MODEL, FLOAT32 = "model.layers", 2e-5
+MODEL = "model.layers"
+FLOAT32 = 2e-5
 TWO = ["model.encoder.layers", "model.decoder.layers"]
 KINDS: list[str] = ["mamba", "attention"] * 2
 CASES: dict[str, Case] = {

@@ -59,7 +59,8 @@ def own(module: nn.Module, **options: Any) -> dict[str, torch.dtype]:
 
 def test_what_transformers_keeps_and_what_the_user_says() -> None:
     """The list for float16 alone has no effect: nothing is gathered in that."""
-    gate, decay = "layers.gate.weight", "layers.A_log"
+    gate = "layers.gate.weight"
+    decay = "layers.A_log"
     assert own(Model()) == {gate: F32} == own(Model().bfloat16())
     assert own(Model().double()) == {}  # float32 would be less
     assert own(Model(), compute={"*.A_log": F32}) == {gate: F32, decay: F32}

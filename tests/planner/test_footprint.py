@@ -495,7 +495,8 @@ def test_a_peak_worked_out_by_hand(microbatches: int) -> None:
     # what it gave is not held once the loss is over, but made again: 100 more for its own
     assert (found.activations, found.logits, found.workspace) == (3 * X + 7, 1700 + X, X)
     found = predict_memory(zero3(remat="first:1")(trace))
-    assert (found.activations, found.logits) == (1000 + 3 * X + 7, 1700)
+    assert found.activations == 1000 + 3 * X + 7
+    assert found.logits == 1700
 
 
 def test_microbatches_may_differ_in_what_they_keep() -> None:

@@ -156,7 +156,8 @@ def test_a_small_file_trains_as_it_is_and_says_so(
     argv = without(given, "--data.batch", "--eval-every", "--data.datasets")
     fine(pools[world].run(tuned, (*argv, "--data.datasets", talks(tmp_path, 3))))
     config = from_json(base / "runs" / f"small{world}" / "config.json", Tuning)
-    assert (config.data.batch, config.eval_every) == (batch, 0)
+    assert config.data.batch == batch
+    assert config.eval_every == 0
     rows = [Conversations.of("text", [source], Bytes(), ByteChat(), 24, tmp_path) for source in (Talks(), Quiet())]
     said = run.headline(config, "a model", TINY, ALONE, *rows)
     assert said.endswith("held out: nothing, so no evaluations; --data.heldout-files names some")

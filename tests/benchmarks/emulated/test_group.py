@@ -22,7 +22,8 @@ from yafsdp_fn.communication import agreement
 from yafsdp_fn.communication.collectives import RankGroup as Collectives
 from yafsdp_fn.planner.cluster import CollectiveRanks
 
-RANKS, RANK = 4, 1
+RANKS = 4
+RANK = 1
 
 
 REDUCED = {

@@ -134,7 +134,8 @@ class Numbered(Indexed):
     """Rows that are their source's letter and their own number."""
 
     def __init__(self, name: str, count: int) -> None:
-        self.name, self._count = name, count
+        self.name = name
+        self._count = count
 
     @property
     def count(self) -> int:

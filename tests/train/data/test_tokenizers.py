@@ -64,7 +64,8 @@ def test_a_template_that_does_not_end_is_stopped(folder: Path, monkeypatch: pyte
     gc.collect()  # an alarm in pytest's hook for what the collector finds would be an error of its own
     found = tokenizers.load(str(folder))
     assert isinstance(found, tokenizers.Pretrained)
-    loop, end = "{% for i in range(99999) %}", "{% endfor %}"
+    loop = "{% for i in range(99999) %}"
+    end = "{% endfor %}"
     message = r"the chat template refuses \[\{'role'.*: it runs for more than 0.1 s"
     for template in (loop * 4 + end * 4, "{{ (range(99999) | list * 9) | sort | sum }}" * 400):
         found.inner.chat_template = template
