@@ -17,6 +17,7 @@ from models.parts.axes import NONE, Axes
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import FAMILIES, SEQUENCE, TENSOR, Case, batch_of, config_of, optimizer, trained, wide
 from tests.axes.test_states import equal
+from tests.harness.marks import nightly
 from tests.harness.pool import on_ranks
 from tests.modules.test_lora_on_ranks import begun, every_matrix
 from yafsdp_fn.checkpoint import load, save
@@ -50,7 +51,20 @@ def whole(tree: Any) -> Any:
     return optree.tree_map(torch.Tensor.double, WITHOUT(ya.unshard(tree)))
 
 
-def exact(_: Any, case: Case, dtype: Any) -> None:
+GPT2 = Case({"tensor": 2}, TENSOR, family="gpt2")
+"""Queries, keys and values are blocks of one matrix."""
+CASES = [
+    pytest.param(2, Case({"tensor": 2}, SEQUENCE), None, id="float64"),
+    pytest.param(2, Case({"tensor": 2}, TENSOR), torch.int8, id="int8"),
+    pytest.param(2, GPT2, None, id="blocks"),
+    pytest.param(2, GPT2, torch.int8, id="blocks in int8"),
+    nightly(4, Case({"shard": 2, "tensor": 2}, SEQUENCE), None, id="on four ranks"),
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "case", "dtype"), CASES)
+def test_pairs_of_split_matrices(_: Any, case: Case, dtype: Any) -> None:
     mesh = ya.mesh(device="cpu", **case.mesh)
     axes = case.axes
     state = ya.init(adapted(case, axes, dtype), optimizer(), mesh=mesh, precision=FLOAT64)
@@ -63,26 +77,6 @@ def exact(_: Any, case: Case, dtype: Any) -> None:
     close(whole(got[3].params), whole(want[3].params), "parameters")
     names = {group.name for group in got[3].memory.layout.groups if group.trainable}
     assert {"layers", "layers.split(tensor)"} <= names  # pairs are split on one side
-
-
-CASES = {
-    "float64": (Case({"tensor": 2}, SEQUENCE), None),
-    "int8": (Case({"tensor": 2}, TENSOR), torch.int8),
-    "blocks": (Case({"tensor": 2}, TENSOR, family="gpt2"), None),  # queries, keys and values in one
-    "blocks in int8": (Case({"tensor": 2}, TENSOR, family="gpt2"), torch.int8),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("case", "dtype"), CASES.values(), ids=CASES)
-def test_pairs_of_split_matrices(mesh: Any, case: Case, dtype: Any) -> None:
-    exact(mesh, case, dtype)
-
-
-@on_ranks(4)
-@pytest.mark.nightly
-def test_on_four_ranks(mesh: Any) -> None:
-    exact(mesh, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
 
 
 @on_ranks(2)
