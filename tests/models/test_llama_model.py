@@ -14,17 +14,12 @@ from models.parts import layers
 from tests.models.theirs import TINY, draw
 
 
-def doubled(params: llama.Llama) -> llama.Llama:
-    """In float64, where sums in another order agree to 1e-12."""
-    return optree.tree_map(Tensor.double, params)
-
-
 def made(config: llama.Config = TINY) -> llama.Llama:
     return ya.materialize(llama.params(config), seed=0)
 
 
 def test_decoding_overwrites_a_used_cache() -> None:
-    params = doubled(made())
+    params = optree.tree_map(Tensor.double, made())
     tokens = draw(1, 12, seed=2, most=TINY.vocab)
     cache = llama.init_cache(TINY, 1, 16, torch.float64)
     llama.decode(TINY, params, tokens.flip(1), cache, 0)

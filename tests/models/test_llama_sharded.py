@@ -23,11 +23,6 @@ TIED = dataclasses.replace(CONFIG, tied=True)
 TX = ya.optim.adamw(1e-2)
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """The same on all ranks."""
-    return with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))
-
-
 def test_pinned_norms_are_one_unit() -> None:
     """Beside those of the layers, which are smaller by as much."""
     state = ya.init(llama.params(CONFIG, pin_norms=True), TX, mesh=ya.mesh(device="cpu"))
@@ -46,7 +41,8 @@ def save_and_load(
     """Saves a trained state and shards what was saved; gives the whole tensors."""
     precision = ya.Precision(compute=compute)
     state = ya.init(llama.params(config, pin_norms=pin_norms), TX, mesh=mesh, seed=1, precision=precision)
-    state, _ = ya.train_step(llama.loss(config), TX)(state, batch())
+    batch = with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))  # the same on all ranks
+    state, _ = ya.train_step(llama.loss(config), TX)(state, batch)
     llama.hf.save(directory, config, state.params, max_shard_bytes=20_000)
     loaded_config, lazy = llama.hf.load(directory, pin_norms=pin_norms)
     assert loaded_config == config
