@@ -66,7 +66,8 @@ def page(mesh: Any, folder: Path) -> None:
     exec(CODE, names)
     trained = names["state"]
     module = names["module"]
-    mesh_barrier(mesh)
+    if mesh.size() > 1:  # until rank 0 has saved
+        torch.distributed.barrier(mesh.get_group())
     with Reads() as reads:
         exec(FROM_FILES, names)
     assert names["module"] is not module
@@ -82,12 +83,6 @@ def page(mesh: Any, folder: Path) -> None:
     batch = names["batch"]
     loss = [ya.eval_step(names["loss_fn"])(state, batch)["loss"] for state in (names["state"], trained)]
     assert torch.equal(*loss)
-
-
-def mesh_barrier(mesh: Any) -> None:
-    """Waits until rank 0 has saved."""
-    if mesh.size() > 1:
-        torch.distributed.barrier(mesh.get_group())
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -203,9 +203,8 @@ def leaves(tree: Any) -> dict[str, Tensor]:
     return dict(named_leaves(ya.unshard(tree)))
 
 
-@on_ranks()
+@on_ranks(2)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2])
 def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -> None:
     """Adapters; then embedding and head as well; then adapters again."""
     precision = ya.Precision(compute=compute)
