@@ -113,22 +113,25 @@ def _head(w: Any, x: Tensor, targets: Tensor) -> ya.Mean:
 
 def held(mesh: Any, cases: list[HeldCase], made: Callable[[], Model] = frozen_embedding) -> list[Compared]:
     """Predicted and real bytes of what a state and its slots hold on this rank after two steps."""
-    return [_held(mesh, made(), *case) for case in cases]
+    found = []
+    for precision, schedule, microbatches in cases:
+        state = ya.init(made(), TX, mesh=mesh, precision=PRECISIONS[precision])
+        step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
+        program = step.lower(state, batch())
+        store = state.memory
+        for scratch in (store.comms.reduce_scratch, store.comms.replicate_scratch):
+            scratch._made.clear()  # of other states on this mesh
+        for number in range(2):
+            state, _ = step(state, batch(number))
+        assert step.program(state).ops == program.ops
+        found.append(compared(program, state))
+    return found
 
 
-def _held(mesh: Any, abstract: Model, precision: str, schedule: str, microbatches: int) -> Compared:
-    state = ya.init(abstract, TX, mesh=mesh, precision=PRECISIONS[precision])
-    step = ya.train_step(cast_loss, TX, schedule=SCHEDULES[schedule], microbatches=microbatches)
-    program = step.lower(state, batch())
-    store = state.memory
-    for scratch in (store.comms.reduce_scratch, store.comms.replicate_scratch):
-        scratch._made.clear()  # of other states on this mesh
-    for number in range(2):
-        state, _ = step(state, batch(number))
-    assert step.program(state).ops == program.ops
-    found = predict_memory(program, device="cpu").itemised()
+def compared(program: Program, state: ya.ShardedState) -> Compared:
+    predicted = predict_memory(program, device="cpu").itemised()
     real = held_by(state)
-    return {name: found[name] for name in real}, real
+    return {name: predicted[name] for name in real}, real
 
 
 def held_by(state: ya.ShardedState) -> Items:
@@ -234,9 +237,7 @@ def held_over_axes(_: Any, axes: dict[str, int], cases: list[HeldCase]) -> Any:
         how: Any = {"precision": precision, "tx": TX, "microbatches": microbatches, "device": "cpu"}
         absent = trace(small.loss_of(), small.params(), given, mesh=program.trace.mesh, **how)
         assert absent == program.trace
-        predicted = predict_memory(program, device="cpu").itemised()
-        real = held_by(state)
-        found.append(({item: predicted[item] for item in real}, real))
+        found.append(compared(program, state))
     return found
 
 
