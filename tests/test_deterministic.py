@@ -144,12 +144,6 @@ def on(pools: Pools, world: int, run: Run, steps: int) -> Trajectory:
     return first
 
 
-def against_one(pools: Pools, run: Run, steps: int, worlds: tuple[int, ...]) -> None:
-    one = on(pools, 1, run, steps)
-    for world in worlds:
-        same(one, on(pools, world, run, steps), f"{run} on {world} ranks against one")
-
-
 @pytest.mark.nightly  # by day through changes of the number of ranks, and by schedules that recompute
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_equal_bits_on_any_number_of_ranks(pools: Pools, tied: bool) -> None:
@@ -219,7 +213,9 @@ DAILY = ("updates inside, after the norm", "bfloat16, wide sums", "soap")
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", by_day(OTHERS, *DAILY))
 def test_equal_bits_by_other_dtypes_and_optimizers(pools: Pools, name: str) -> None:
-    against_one(pools, OTHERS[name], 2, (2 + len(name) % 2,))
+    run = OTHERS[name]
+    world = 2 + len(name) % 2
+    same(on(pools, 1, run, 2), on(pools, world, run, 2), f"{run} on {world} ranks against one")
 
 
 def test_equal_bits_on_nodes(pools: Pools) -> None:

@@ -27,15 +27,16 @@ def x_of(rank: int) -> Tensor:
     return torch.randn(4, 5, generator=torch.Generator().manual_seed(rank)).double()
 
 
-def agrees(mesh: Any, loss: Any, steps: int = 3) -> None:
-    """Value and gradients of a sharded loss are those of the plain one over all ranks."""
+@WORLDS
+def test_complex_tensors_between_visits(mesh: Any) -> None:
+    """Value and gradients are those of the plain loss over all ranks."""
     state = ya.shard(tensors(), SGD, mesh=mesh, precision=ya.Precision(torch.float64))
-    both = ya.value_and_grad(loss)
+    both = ya.value_and_grad(complex_loss)
     ranks = mesh.size()
-    each = [ya.value_and_grad(loss)(tensors(), x_of(rank)) for rank in range(ranks)]
+    each = [ya.value_and_grad(complex_loss)(tensors(), x_of(rank)) for rank in range(ranks)]
     value = sum(value for value, _ in each) / ranks
     grads = {name: sum(found[name] for _, found in each) / ranks for name in tensors()}
-    for _ in range(steps):
+    for _ in range(3):
         compare(both(state.params, x_of(mesh.get_rank())), (value, grads), 1e-12, "gradients")
 
 
@@ -45,11 +46,6 @@ def complex_loss(params: Any, x: Tensor) -> Tensor:
     turned = spectrum * torch.exp(1j * torch.linspace(0, 1, 7).double())
     mixed = ya.apply(lambda w, z: z @ w.to(z.dtype) * (1 + 2j), params["b"], turned)
     return (mixed.real.sin() * mixed.imag).sum() / 100
-
-
-@WORLDS
-def test_complex_tensors_between_visits(mesh: Any) -> None:
-    agrees(mesh, complex_loss)
 
 
 def squares(params: Any, x: Tensor) -> Tensor:
