@@ -44,13 +44,10 @@ def test_rows_of_bytes_of_files_are_known_by_the_files(folder: Path) -> None:
     assert corpus_of(folder, 4).describe() == damaged.describe()  # tokens that were kept say so, too
 
 
-def place(rank: int = 0, ranks: int = 1) -> Place:
-    return Place(rank, ranks, torch.device("cpu"))
-
-
 def rows(corpus: Packed, position: int, ranks: int, size: int, seed: int = 0) -> list[bytes]:
     """What all ranks together read at `position`, in order."""
-    parts = [next(batches(corpus, position, size, place(rank, ranks), seed=seed))[0]["tokens"] for rank in range(ranks)]
+    places = [Place(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    parts = [next(batches(corpus, position, size, place, seed=seed))[0]["tokens"] for place in places]
     return [bytes(row.tolist()) for row in torch.cat(parts)]
 
 
