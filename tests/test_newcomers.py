@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare
+from tests.harness.oracle import check_steps
 from tests.harness.pool import on_ranks
 
 PARAMS = {"layers": ya.Stacked({"w": ya.Param((2, 4, 4))})}
@@ -693,11 +693,7 @@ def test_an_initializer_that_takes_no_generator_draws_alike(mesh: Any) -> None:
 def as_alone(mesh: Any, tx: Any) -> None:
     """Three steps of an optimizer of one's own are those of plain tensors."""
     step = ya.train_step(loss_fn, tx)
-    state = new(mesh, tx)
-    alone = ya.PlainState.create(PARAMS, tx)
-    for _ in range(3):
-        (state, _), (alone, _) = step(state, BATCH), step(alone, BATCH)
-    compare(state.params, alone.params, 1e-5, "weights")
+    check_steps((step, new(mesh, tx)), (step, ya.PlainState.create(PARAMS, tx)), [(BATCH, BATCH)] * 3, 1e-5)
 
 
 @on_ranks(1, 2)
