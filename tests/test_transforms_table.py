@@ -439,13 +439,10 @@ def test_dropout_in_a_step(mesh: Any) -> None:
 
 # ---- what it costs
 
-COSTS = {
-    "the loss": lambda f, p, u: f(p),
-    "grad": lambda f, p, u: tf.grad(f)(p),
-    "jvp": lambda f, p, u: tf.jvp(f, (p,), (u,)),
-    "grad of jvp": lambda f, p, u: tf.grad(lambda q: tf.jvp(f, (q,), (u,))[1])(p),
-    "vjp of grad": lambda f, p, u: tf.vjp(tf.grad(f), p)[1](u),
-    "jvp of grad": lambda f, p, u: tf.jvp(tf.grad(f), (p,), (u,)),
+COSTS: dict[str, Transform] = {
+    "the loss": EVERY["value"],
+    "grad of jvp": lambda f, p, u, v: tf.grad(lambda q: tf.jvp(f, (q,), (u,))[1])(p),
+    **{name: TRANSFORMS[name] for name in ("grad", "jvp", "vjp of grad", "jvp of grad")},
 }
 
 
@@ -468,7 +465,7 @@ def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
     for name, run in COSTS.items():
         runs = 0
         with recorded() as calls:
-            run(loss, p, ya.normal_like(1, p))
+            run(loss, p, ya.normal_like(1, p), None)
         kinds = [call.kind for call in calls]
         found[name] = [kinds.count("gather"), kinds.count("reduce"), runs]
     return found
