@@ -17,28 +17,38 @@ from tests.train.inside import Runs, flags, inside
 from train.page.command import Options, write
 
 ODD = [
-    *(
-        None,
-        True,
-        -1,
-        2**62,
-        2**200,
-        1.5,
-        float("nan"),
-        "",
-        "17",
-        [],
-        {},
-        [[]],
-        {"rows": 1},
-        {"place": [0], "tokens": 0},
-    ),
-    *({"rows": 1, "sources": 3}, {"place": [0, 0, None, 0], "tokens": 0}),
+    None,
+    True,
+    -1,
+    2**62,
+    2**200,
+    1.5,
+    float("nan"),
+    "",
+    "17",
+    [],
+    {},
+    [[]],
+    {"rows": 1},
+    {"place": [0], "tokens": 0},
+    {"rows": 1, "sources": 3},
+    {"place": [0, 0, None, 0], "tokens": 0},
 ]
 PAIR = [1.0, 2.0]
 SPIKES = [
-    *(None, 1, "x", {}, [1], [[1]], [[1, 2, 3]], [["a", "b"]], [[True, 1.0]], [[1.0, float("inf")]], [PAIR] * 129),
-    *([PAIR, None], [[10**400, 1]]),
+    None,
+    1,
+    "x",
+    {},
+    [1],
+    [[1]],
+    [[1, 2, 3]],
+    [["a", "b"]],
+    [[True, 1.0]],
+    [[1.0, float("inf")]],
+    [PAIR] * 129,
+    [PAIR, None],
+    [[10**400, 1]],
 ]
 EXTRAS = {
     "position": [*({"position": each} for each in ODD), None],
@@ -102,14 +112,32 @@ def test_a_nest_in_a_manifest_is_refused_on_every_rank(runs: Runs, tmp_path: Pat
 
 
 FILES = [
-    *("lock", "config.json", "config.json.partial", "metrics.jsonl", "metrics.jsonl.partial", "events.jsonl"),
-    *("timeline.json", "timeline.json.partial", "report.html", "report.html.partial"),
-    *("checkpoints/latest", "checkpoints/latest.partial", "checkpoints/step-00000016", "tokenizer.partial"),
-    *("checkpoints/step-00000016.partial", "checkpoints/step-00000012.replaced", "checkpoints/step-00000002.partial"),
+    "lock",
+    "config.json",
+    "config.json.partial",
+    "metrics.jsonl",
+    "metrics.jsonl.partial",
+    "events.jsonl",
+    "timeline.json",
+    "timeline.json.partial",
+    "report.html",
+    "report.html.partial",
+    "checkpoints/latest",
+    "checkpoints/latest.partial",
+    "checkpoints/step-00000016",
+    "tokenizer.partial",
+    "checkpoints/step-00000016.partial",
+    "checkpoints/step-00000012.replaced",
+    "checkpoints/step-00000002.partial",
 ]
 FOLDERS = [
-    *("tensorboard", "checkpoints", "tokenizer", "tokenizer.partial"),
-    *("checkpoints/step-00000016", "checkpoints/step-00000016.partial", "checkpoints/step-00000002.replaced"),
+    "tensorboard",
+    "checkpoints",
+    "tokenizer",
+    "tokenizer.partial",
+    "checkpoints/step-00000016",
+    "checkpoints/step-00000016.partial",
+    "checkpoints/step-00000002.replaced",
 ]
 LINKS = [(name, kind) for name in FILES for kind in ("file", "nothing")] + [(name, "folder") for name in FOLDERS]
 
