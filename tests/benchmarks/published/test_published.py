@@ -77,7 +77,14 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
     assert first.units == last.units
     order = [op for op in program.ops if isinstance(op, Gather | Reduce | Backward)][L + 1 :]
     assert [type(op).__name__ for op in order[:8]] == [
-        *("Gather", "Backward", "Gather", "Backward", "Reduce", "Gather", "Backward", "Reduce")
+        "Gather",
+        "Backward",
+        "Gather",
+        "Backward",
+        "Reduce",
+        "Gather",
+        "Backward",
+        "Reduce",
     ]  # head; then each layer, with the next one gathered in front of its backward
 
 
