@@ -139,7 +139,8 @@ class Generator(torch.Generator):
 @contextlib.contextmanager
 def record_function(label: str) -> Iterator[None]:
     """Says what is under way, as to a profiler."""
-    before, DEVICE.log.text = DEVICE.log.text, label
+    before = DEVICE.log.text
+    DEVICE.log.text = label
     try:
         yield
     finally:
