@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.program import Program, must_be_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.proof import computes, form, gradients
 from yafsdp_fn.proof.errors import Refused
@@ -196,9 +196,7 @@ def verify(program: Program) -> Program:
         ...
     yafsdp_fn.proof.errors.Refused: op 1 (forward embed in slot 2, keep graph): rule 'weights': slot 2 holds ...
     """
-    if not isinstance(program, Program):
-        how = "schedule(trace)" if callable(program) else "Program(trace, ops)"
-        raise TypeError(f"verify: expected a Program, got {type(program).__name__}: {how}")
+    must_be_program(program, "verify")
     if program._proved:
         return program
     # each stage by itself, and all together
