@@ -690,6 +690,11 @@ def test_torchs_words_come_with_what_to_do() -> None:
         with pytest.raises(RuntimeError) as raised:
             ya.value_and_grad(squares(model))(state.params, x)
         assert any(told in note for note in raised.value.__notes__)
+    with torch.inference_mode():
+        scale = torch.ones(())
+    with pytest.raises(RuntimeError) as raised:
+        ya.value_and_grad(lambda params, x: (model(params, x) * scale).sum())(state.params, x)
+    assert any("A tensor was made under torch.inference_mode" in note for note in raised.value.__notes__)
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:

@@ -396,6 +396,7 @@ def test_bad_arguments_are_named() -> None:
     options: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, sizes, {"mesh": (("shards", 4),)}),
         (ValueError, "mesh: expected positive sizes", {"ranks": 0}),
+        (ValueError, r"outermost first, .*'replicate', 2", {"mesh": (("shard", 4), ("replicate", 2))}),
         (TypeError, both, {"mesh": 4}),
         (TypeError, both, {"mesh": (("shard", 4),), "ranks": 4}),
         (ValueError, "microbatches=0: expected an integer >= 1", {"microbatches": 0}),
