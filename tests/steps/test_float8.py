@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import optree
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import yafsdp_fn as ya
 from tests.harness.formats import (
@@ -16,11 +17,15 @@ from tests.harness.formats import (
     Plain,
     across_stages,
     alike,
+    block,
     crossed,
     crossing,
     derivatives,
+    embed,
     gradients_and_steps,
+    head,
     loss,
+    loss_of,
     planned_program,
     schedules_for,
     sent,
@@ -127,6 +132,22 @@ def test_what_travels_and_lies_in_slots_is_what_the_program_says(mesh: Any) -> N
     assert sum(slots[0].values()) < 0.8 * sum(slots[1].values())
 
 
+@on_ranks(2)
+def test_blocks_that_take_their_weights_apart(mesh: Any) -> None:
+    """As chunks do, and who maps over the tree: they get values, and gradients come back."""
+
+    def mapped(x: Tensor, w: Any) -> Any:
+        return block(x, optree.tree_map(torch.clone, w))
+
+    params, mine = light(), batch_of(mesh.get_rank(), rows=2)
+    state = ya.init(params, TX, mesh=mesh, precision=EXACT)
+    value, grads = ya.value_and_grad(loss)(state.params, mine)
+    for way in (mapped, ya.chunk(block, 2, in_axes=(0, None))):
+        found = ya.value_and_grad(loss_of(embed, way, head))(state.params, mine)
+        compare(found[0], value, 1e-6, "value")
+        compare(ya.unshard(found[1]), ya.unshard(grads), TOLERANCE, "gradients")
+
+
 @on_ranks(1, 2)
 def test_modules(mesh: Any) -> None:
     """The products of unmodified modules; what was trained goes back into the module."""
@@ -134,7 +155,7 @@ def test_modules(mesh: Any) -> None:
     module = nn.Sequential(nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]))
     params, model = ya.functionalize(module, layers="0")
 
-    def squared(params: Any, x: torch.Tensor) -> torch.Tensor:
+    def squared(params: Any, x: Tensor) -> Tensor:
         return model(params, x).square().mean()
 
     state = ya.shard(ya.formats.float8(params), TX, mesh=mesh)

@@ -105,8 +105,7 @@ class Float8:
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies x [..., in] -> [..., out]."""
-        found: Destination | None = getattr(self.weight, DESTINATION, None)
-        out: Tensor = _Times.apply(x, self.weight, found)  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, self.weight, getattr(self.weight, DESTINATION, None))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
 
     @classmethod
@@ -126,9 +125,10 @@ PRODUCTS_ALONE = f"a ya.formats.Float8, which ya.linear and F.linear multiply: i
 
 
 def _flat(node: Float8) -> tuple[Any, ...]:
-    if hasattr(getattr(node.weight, DESTINATION, None), "numbers"):
-        raise TypeError(f"a tree of the weights of a block, or torch.func on it, would take apart {PRODUCTS_ALONE}")
-    return (node.weight,), None, ("weight",)
+    weight, numbers = node.weight, _kept_numbers(node.weight)
+    if numbers is not None:  # who takes a block's weights apart, as `ya.chunk`, gets values
+        weight = _Whole.apply(weight, numbers)  # type: ignore[no-untyped-call]
+    return (weight,), None, ("weight",)
 
 
 register_node(Float8, _flat, lambda _, parts: Float8(next(iter(parts))), LowRankEntry)
@@ -193,6 +193,28 @@ def stand_in(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns a leaf for a block in place of `numbers`: of their shape, in the dtype that the block computes in, for
     autograd. It has no values: each is a NaN, so that nothing reads them unnoticed."""
     return torch.full((), torch.nan, dtype=dtype, device=numbers.device).expand(numbers.shape)
+
+
+def _kept_numbers(weight: Any) -> Tensor | None:
+    """Returns the numbers that a leaf stands for; None for a weight with values."""
+    return getattr(getattr(weight, DESTINATION, None), "numbers", None)
+
+
+class _Whole(torch.autograd.Function):
+    """Makes the values of a leaf that stands for numbers; their gradient is the leaf's."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(weight: Tensor, numbers: Tensor) -> Tensor:
+        return _values(numbers, weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None: ...
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 # ---- The product.
