@@ -85,6 +85,20 @@ def test_the_page_on_ranks(mesh: Any) -> None:
         assert optree.tree_leaves(ya.train_step(loss, tx)(state, batch())[1]["loss"].isfinite())[0]
 
 
+@on_ranks(1, 2)
+def test_products_in_float8_on_ranks(mesh: Any) -> None:
+    """The loss on the page's state is that of whole weights behind `Float8`; the page's error is right."""
+    number = next(at for at, block in enumerate(BLOCKS) if "formats.float8(params)" in block)
+    made = page(number, params=model(), tx=ya.optim.adamw(1e-2), mesh=mesh)
+    assert {unit.gathered_as.name for unit in made["state"].memory.units if unit.gathered_as} == {"float8"}
+    state = ya.init(made["light"], mesh=mesh)
+    mean = loss(ya.unshard(state.params), batch())
+    value, _ = ya.value_and_grad(loss)(state.params, batch())
+    assert abs(float(value - mean.total / mean.weight)) < 1e-5
+    off, w, x = (page(number + 1)[name] for name in ("off", "w", "x"))
+    assert 0.036 < float(off.norm() / (x @ w.T).norm()) < 0.039
+
+
 def test_what_pays_is_searched_for_a_state(capsys: pytest.CaptureFixture[str]) -> None:
     number = next(at for at, block in enumerate(BLOCKS) if "search_formats" in block)
     tx = ya.optim.adamw(1e-2)

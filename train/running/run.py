@@ -289,10 +289,8 @@ def resumed(
         )
     if state.step >= config.steps and not Attempt.of().number:  # else a rank was killed after the last checkpoint
         raise ConfigError(f"--resume: the run has had its {config.steps} steps; for more of them, raise --steps")
-    if config.sharding.schedule == SAVED:
-        return state.program
     same = extra.get("sharding") == _sharding(config) and not is_own(config.sharding.schedule)
-    return state.program if same else None
+    return state.program if same or config.sharding.schedule == SAVED else None
 
 
 def _sharding(config: Settings) -> str:
@@ -302,8 +300,8 @@ def _sharding(config: Settings) -> str:
 
 def headline(config: Settings, name: str, model: Shape, place: Place, training: Rows, heldout: Rows) -> str:
     """Says in three lines what is about to run."""
-    tokens = place.ranks * config.data.batch * config.data.seq_len
     rows = place.ranks * config.data.batch
+    tokens = rows * config.data.seq_len
     times = config.steps * rows / at_most(training)
     again = f"; {counted(config.steps, 'step')} of {counted(rows, 'row')} read it {times:,.0f} times" * (times >= 10)
     held = heldout.describe() if at_most(heldout) else "nothing"

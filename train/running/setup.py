@@ -155,8 +155,7 @@ def mesh(config: Sharding, stages: Mesh, device: str, seconds: float) -> DeviceM
 def axes(stages: Mesh, model: Shape, seq_len: int) -> Axes:
     """The axes that this model is computed over; its checkpoints fit parameters that were made for the same `tensor`
     and `expert`. Raises ConfigError where it cannot be."""
-    inside = dict.fromkeys(stages.inside, True)
-    found = Axes(**inside, sequence=stages.sequence)
+    found = Axes(**dict.fromkeys(stages.inside, True), sequence=stages.sequence)
     parts = 2 * stages.context
     require(
         not found.context or seq_len % parts == 0,
