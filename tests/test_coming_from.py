@@ -45,7 +45,8 @@ def rows(page: str) -> Iterator[tuple[str, str]]:
 @on_ranks(2)
 @pytest.mark.parametrize("page", PAGES)
 def test_every_row_runs_on_two_ranks(_: Any, page: str, tmp_path: Path) -> None:
-    names, failed = examples(), list[str]()
+    names = examples()
+    failed = list[str]()
     names["folder"] = str(tmp_path)
     assert len(list(rows(page))) > 10
     for theirs, ours in rows(page):

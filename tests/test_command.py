@@ -109,17 +109,22 @@ def test_an_error_of_the_loss_is_shown_where_it_is_on_request(folder: Path) -> N
 def test_what_argparse_refuses_has_its_usage(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(shlex.split(command))
-    assert end.value.code == 2 and capsys.readouterr().err.startswith("usage: yafsdp")
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: yafsdp")
 
 
 def test_a_recorded_step_stands_beside_programs(program: ya.Program, capsys: pytest.CaptureFixture[str]) -> None:
     timeline = ya.planner.simulate(program, "h100-80g")
     Path("measured.json").write_text(timeline.to_json())
-    assert "spans" in json.loads(timeline.to_json()) and "spans" not in json.loads(program.to_json())
-    assert main(["draw", "measured.json", "measured.svg"]) == 0 and Path("measured.svg").is_file()
+    assert "spans" in json.loads(timeline.to_json())
+    assert "spans" not in json.loads(program.to_json())
+    assert main(["draw", "measured.json", "measured.svg"]) == 0
+    assert Path("measured.svg").is_file()
     assert main(["compare", "step.json", "measured.json", "--cluster", "a100-80g", "--draw", "both.svg"]) == 0
     rows = capsys.readouterr().out.splitlines()
-    assert rows[2].startswith("measured.json") and rows[3].startswith("step.json") and Path("both.svg").is_file()
+    assert rows[2].startswith("measured.json")
+    assert rows[3].startswith("step.json")
+    assert Path("both.svg").is_file()
 
 
 def test_a_reader_that_goes_away_ends_it_without_a_word(program: ya.Program) -> None:
@@ -129,7 +134,8 @@ def test_a_reader_that_goes_away_ends_it_without_a_word(program: ya.Program) -> 
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     told = subprocess.run([sys.executable, "-c", code, "verify", "step.json"], stdout=write, stderr=-1, env=env)
     os.close(write)
-    assert (told.returncode, told.stderr) == (141, b"")
+    assert told.returncode == 141
+    assert told.stderr == b""
 
 
 def test_help_says_once_what_needs_a_checkout(capsys: pytest.CaptureFixture[str]) -> None:

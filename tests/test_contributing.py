@@ -29,7 +29,8 @@ def test_it_tells_how_to_add_each_kind_of_thing() -> None:
 def test_the_files_of_an_op_are_those_that_design_tells() -> None:
     design = doc("design").split("**To add an op: five files.**")[1].split("```")[0]
     told = re.findall(r"^    (\S+\.pyi?) ", design.split("A slot filled from a slot")[0], re.M)
-    assert len(told) == 5 and {f"yafsdp_fn/{file}" for file in told} <= {file for file, _ in ROWS}
+    assert len(told) == 5
+    assert {f"yafsdp_fn/{file}" for file in told} <= {file for file, _ in ROWS}
 
 
 def test_the_layers_are_those_that_design_tells() -> None:
@@ -50,4 +51,5 @@ def test_every_family_is_where_a_family_belongs() -> None:
 def test_the_targets_that_it_names_are_in_the_makefile() -> None:
     makefile = (ROOT / "Makefile").read_text()
     named = set(re.findall(r"make ([\w-]+)", PAGE.split("What is asked")[0])) | {"release-check"}
-    assert len(named) >= 5 and all(re.search(rf"^{target}:", makefile, re.M) for target in named)
+    assert len(named) >= 5
+    assert all(re.search(rf"^{target}:", makefile, re.M) for target in named)

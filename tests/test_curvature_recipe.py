@@ -17,7 +17,8 @@ from tests.harness.pool import Pools
 from tests.harness.recipes import recipe
 from tests.harness.small import Model, batch, block, embed, model
 
-DAMPING, TX = 1.5, ya.optim.sgd(0.1)
+DAMPING = 1.5
+TX = ya.optim.sgd(0.1)
 
 
 def logits(params: Model, batch: Any) -> Tensor:
@@ -83,5 +84,6 @@ def test_it_is_exact(pools: Pools, world: int, axes: str) -> None:
             ("v", "hessian", "gauss_newton", "top", "solve", "influences"), found, dense(found[0]), strict=True
         ):
             if name == "influences":
-                got, expected = got.sort().values, expected.sort().values
+                got = got.sort().values
+                expected = expected.sort().values
             assert float((got - expected).norm() / expected.norm()) < 1e-9, name

@@ -144,12 +144,6 @@ def on(pools: Pools, world: int, run: Run, steps: int) -> Trajectory:
     return first
 
 
-def against_one(pools: Pools, run: Run, steps: int, worlds: tuple[int, ...]) -> None:
-    one = on(pools, 1, run, steps)
-    for world in worlds:
-        same(one, on(pools, world, run, steps), f"{run} on {world} ranks against one")
-
-
 @pytest.mark.nightly  # by day through changes of the number of ranks, and by schedules that recompute
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_equal_bits_on_any_number_of_ranks(pools: Pools, tied: bool) -> None:
@@ -174,7 +168,8 @@ def part(mesh: Any, run: Run, folder: Path, until: int) -> Trajectory:
 
 
 def test_equal_bits_through_changes_of_the_number_of_ranks(pools: Pools, tmp_path: Path) -> None:
-    run, seen = Run(tied=True), []
+    run = Run(tied=True)
+    seen = []
     for turn, world in enumerate((2, 3, 1, 4), 1):
         of_part, after = pools[world].run(part, run, tmp_path, STEPS * turn // 4, timeout=3600)[0]
         seen.append(of_part)
@@ -185,7 +180,8 @@ def test_equal_bits_through_changes_of_the_number_of_ranks(pools: Pools, tmp_pat
 def drawn(number: int) -> Run:
     """A schedule by chance; the updates come after the program, or inside of it."""
     draw = random.Random(number)
-    schedule, remat = draw.choice(["zero3", "zero2"]), draw.choice(["none", "all", "every:2", "first:1", "offload"])
+    schedule = draw.choice(["zero3", "zero2"])
+    remat = draw.choice(["none", "all", "every:2", "first:1", "offload"])
     options = {"prefetch": draw.randrange(4), "update": draw.random() < 0.6}
     if schedule == "zero3":
         options["resident"] = draw.randrange(3)
@@ -195,7 +191,8 @@ def drawn(number: int) -> Run:
 def test_equal_bits_by_any_schedule(pools: Pools) -> None:
     first = on(pools, 1, Run(tied=True, tx="adamw", skips=False), 3)
     for number in range(60 if ALL else 5):
-        run, world = drawn(number), 1 + number % 3
+        run = drawn(number)
+        world = 1 + number % 3
         same(first, on(pools, world, run, 3), f"{run} on {world} ranks")
 
 
@@ -216,7 +213,9 @@ DAILY = ("updates inside, after the norm", "bfloat16, wide sums", "soap")
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", by_day(OTHERS, *DAILY))
 def test_equal_bits_by_other_dtypes_and_optimizers(pools: Pools, name: str) -> None:
-    against_one(pools, OTHERS[name], 2, (2 + len(name) % 2,))
+    run = OTHERS[name]
+    world = 2 + len(name) % 2
+    same(on(pools, 1, run, 2), on(pools, world, run, 2), f"{run} on {world} ranks against one")
 
 
 def test_equal_bits_on_nodes(pools: Pools) -> None:
@@ -252,7 +251,8 @@ def other_verbs(mesh: Any) -> list[Tensor]:
     }
     tx = TXS["adamw, clipped"]
     state = ya.init(tree, tx, mesh=deterministic(), seed=1)
-    both, evaluate = ya.value_and_grad(twice, has_aux=True), ya.eval_step(twice, has_aux=True)
+    both = ya.value_and_grad(twice, has_aux=True)
+    evaluate = ya.eval_step(twice, has_aux=True)
     out = []
     for number in range(3):
         batch = ya.shard_batch(global_batch(number), deterministic())
@@ -268,7 +268,8 @@ def other_verbs(mesh: Any) -> list[Tensor]:
 def test_equal_bits_by_other_verbs(pools: Pools) -> None:
     """The first step and later ones add up the visits of a unit alike: each of three steps is compared."""
     one = pools[1].run(other_verbs)[0]
-    assert all(x.isfinite().all() for x in one) and len(one) > 40
+    assert all(x.isfinite().all() for x in one)
+    assert len(one) > 40
     for world in (2, 3, 4):
         for rank, got in enumerate(pools[world].run(other_verbs)):
             assert not unlike(one, got), f"rank {rank} of {world}: values {unlike(one, got)} of {len(one)}"
@@ -292,7 +293,9 @@ def test_ranks_take_turns_in_micro_shards(mesh: Any) -> None:
     batch = {"x": torch.arange(2 * G), "n": 5, "scale": torch.tensor(3.0)}
     mine = ya.shard_batch(batch, deterministic())
     wanted = [2 * g + i for g in range(mesh.get_rank(), G, 3) for i in range(2)]
-    assert mine["x"].tolist() == wanted and mine["n"] == 5 and mine["scale"] == 3
+    assert mine["x"].tolist() == wanted
+    assert mine["n"] == 5
+    assert mine["scale"] == 3
 
 
 def outcome(mesh: Any, name: str) -> Any:

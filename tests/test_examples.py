@@ -78,7 +78,8 @@ DOCUMENTED = [each for name in SHOWN for each in documented(name)]
 
 
 def test_the_reference_shows_every_public_name_once() -> None:
-    assert sorted(SHOWN) == sorted(set(SHOWN)) and set(SHOWN) <= set(public())
+    assert sorted(SHOWN) == sorted(set(SHOWN))
+    assert set(SHOWN) <= set(public())
     shown = {id(named(name)) for name in SHOWN}
     assert [name for name in public() if id(named(name)) not in shown] == []
 

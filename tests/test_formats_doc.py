@@ -35,7 +35,8 @@ def by_chance() -> Any:
 
 
 def test_a_format_of_ones_own() -> None:
-    format, draw = own_format(), torch.Generator().manual_seed(0)
+    format = own_format()
+    draw = torch.Generator().manual_seed(0)
     values = torch.randn(50, 32, generator=draw) * 2.0 ** torch.arange(-25, 25)[:, None]
     off = (ya.formats.passed(format, values) - values).abs().amax(-1) / values.abs().amax(-1)
     assert 2**-5 < float(off.max()) <= 2**-3  # the largest of a block may be 511, and the largest number is 448
@@ -43,7 +44,8 @@ def test_a_format_of_ones_own() -> None:
     assert torch.equal(ya.formats.passed(format, exact), exact)
     for wrong in (float("inf"), float("nan")):
         found = ya.formats.passed(format, torch.cat([torch.ones(31), torch.tensor([wrong]), torch.ones(32)]))
-        assert not found[:32].isfinite().any() and torch.equal(found[32:], torch.ones(32))
+        assert not found[:32].isfinite().any()
+        assert torch.equal(found[32:], torch.ones(32))
     lines = [line for line in BLOCKS[-1].splitlines() if line.strip()]
     assert len(lines) <= 30
 
@@ -89,7 +91,8 @@ def test_what_pays_is_searched_for_a_state(capsys: pytest.CaptureFixture[str]) -
     state = ya.init(model(), tx, mesh=one_rank())
     names = {"loss": loss, "params": model(), "batch": batch(), "tx": tx, "state": state}
     found = page(number, int8=ya.formats.Scaled(torch.int8, block=64), **names)["found"]
-    assert len(found.choices) == 6 and list(found.errors) == ["int8/64", "roots/64"]
+    assert len(found.choices) == 6
+    assert list(found.errors) == ["int8/64", "roots/64"]
     assert len(capsys.readouterr().out.splitlines()) == 9
 
 
@@ -99,13 +102,17 @@ def test_the_table_and_the_picture_are_made_by_a_command() -> None:
     rows = made["predicted"](config, 16, "a100-80g", 64)
     assert [row.name for row in rows][:3] == ["whole", "gathers in int8", "both ways in int8"]
     lines = made["table"]({"a step": rows}).splitlines()
-    assert lines[0].startswith("| a step |") and len(lines) == 2 + len(rows) and "| whole | 0.0" in lines[2]
+    assert lines[0].startswith("| a step |")
+    assert len(lines) == 2 + len(rows)
+    assert "| whole | 0.0" in lines[2]
     drawn = ElementTree.fromstring(made["picture"]({"a step": rows}))
     said = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {row.name for row in rows[1:]} <= set(said) and "a step" in said
+    assert {row.name for row in rows[1:]} <= set(said)
+    assert "a step" in said
     shown = (ROOT / "docs/images/formats.svg").read_text()
     page = doc("formats")
     for title in made["STEPS"]:  # the picture of the page has its numbers
         of_step = page.partition(f"| {title} |")[2].partition("\n\n")[0].splitlines()[3:]
         saved = [row.split(" | ")[2] for row in of_step]
-        assert len(saved) == len(made["CHOICES"]) - 1 and all(f">{ms}<" in shown for ms in saved)
+        assert len(saved) == len(made["CHOICES"]) - 1
+        assert all(f">{ms}<" in shown for ms in saved)

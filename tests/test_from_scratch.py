@@ -32,7 +32,8 @@ def with_the_library(mesh: Any) -> tuple[list[Tensor], list[plain.Weights]]:
     layers = {name: torch.stack([layer[name] for layer in whole["layers"]]) for name in whole["layers"][0]}
     params = {"embed": ya.Unit(whole["embed"][0]), "layers": ya.Stacked(layers), "head": ya.Unit(whole["head"][0])}
     tx = ya.optim.adamw(3e-3, weight_decay=1e-4)
-    state, step = ya.shard(params, tx, mesh=mesh), ya.train_step(loss, tx, schedule=ya.schedules.zero3())
+    state = ya.shard(params, tx, mesh=mesh)
+    step = ya.train_step(loss, tx, schedule=ya.schedules.zero3())
     losses = []
     for number in range(STEPS):
         state, metrics = step(state, plain.rows(number, CPU))
@@ -58,7 +59,8 @@ def from_scratch() -> tuple[list[Tensor], list[plain.Weights], plain.Model]:
 def test_losses_and_parameters_of_three_steps_have_the_bits_of_zero3(mesh: Any) -> None:
     losses, whole = with_the_library(mesh)
     plain_losses, plain_whole, model = from_scratch()
-    assert all(map(torch.equal, losses, plain_losses)) and losses[2] < losses[0]
+    assert all(map(torch.equal, losses, plain_losses))
+    assert losses[2] < losses[0]
     for ours, theirs in zip(whole, plain_whole, strict=True):
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -70,7 +72,9 @@ def order_of_work(mesh: Any) -> list[str]:
     model = new()
     begun: list[str] = []
     number = {id(unit): index for index, unit in enumerate(model.units)}
-    gathers, whole, reduce = model.gathers.run, model.whole, model.reduce
+    gathers = model.gathers.run
+    whole = model.whole
+    reduce = model.reduce
 
     def gathering(job: Any) -> Any:
         begun.append(f"gather {number[id(job.__closure__[[*job.__code__.co_freevars].index('unit')].cell_contents)]}")
@@ -119,7 +123,8 @@ def test_it_gathers_ahead_and_does_not_gather_again_at_the_turn(pools: Pools) ->
 @on_ranks(2)
 def test_layers_share_two_slots(mesh: Any) -> None:
     model = new()
-    assert len({id(unit.slot) for unit in model.stacks["layers"]}) == 2 and len(model.units) == plain.L + 2
+    assert len({id(unit.slot) for unit in model.stacks["layers"]}) == 2
+    assert len(model.units) == plain.L + 2
 
 
 def lines_of_code() -> int:

@@ -48,7 +48,8 @@ def test_pages_programs_and_pictures_are_made_where_one_says(tmp_path: Path) -> 
         make.write(tmp_path / "gallery")
     there = {path.name: path for path in (tmp_path / "gallery").iterdir()}
     names = (*QUICK, "every-other")
-    pages, pictures = [f"{name}.md" for name in (*names, "index")], [f"{name}.png" for name in (*names, "index")]
+    pages = [f"{name}.md" for name in (*names, "index")]
+    pictures = [f"{name}.png" for name in (*names, "index")]
     assert there.keys() == {*pages, *pictures, *(f"{name}.json" for name in QUICK)}
     assert all(there[name].read_bytes().startswith(b"\x89PNG") for name in pictures)
 
@@ -73,7 +74,8 @@ def test_every_published_schedule_is_there() -> None:
 def test_the_page_compares_as_it_says(capsys: pytest.CaptureFixture[str]) -> None:
     (code, _) = blocks(texts()["index.md"])
     exec(code, names := dict[str, Any]())
-    assert names["trace"] == make.flat() and names["programs"]["1F1B"] == shown()["1f1b"].program
+    assert names["trace"] == make.flat()
+    assert names["programs"]["1F1B"] == shown()["1f1b"].program
     assert f"{make.compared(shown()).rows['zero3'].step_s:.3f}" in capsys.readouterr().out
 
 
@@ -95,12 +97,15 @@ def test_submissions_are_proved_and_ranked_beside_the_published_ones(folder: Pat
     program = one_f_one_b(ya.schedules.zero1(prefetch=1))(shown()["1f1b"].program.trace)
     (folder / "mine.json").write_text(json.dumps(entry(program)))
     found = shown() | make.all_shown()
-    assert found["mine"].program == program and found["mine"].source == "submitted by Somebody"
+    assert found["mine"].program == program
+    assert found["mine"].source == "submitted by Somebody"
     ranked = make.compared(found)
     pages = dict(make.files(found, ranked))
     place = [*ranked.rows].index("mine") + 1
     assert f"| {place} | [mine](mine.md), submitted by Somebody | 4 x 4 |" in pages["index.md"]
-    assert "mine.json" not in pages and "proves the program" in pages["mine.md"] and "z3" not in pages["mine.md"]
+    assert "mine.json" not in pages
+    assert "proves the program" in pages["mine.md"]
+    assert "z3" not in pages["mine.md"]
 
 
 def changed(change: Callable[[Any], Any]) -> Any:
@@ -195,9 +200,12 @@ def test_a_step_of_each_is_that_of_the_plain_loop(mesh: Any, name: str) -> None:
 def test_words_of_submissions_are_text(folder: Path, tmp_path: Path) -> None:
     """On a program's own page and in the list of all: what a submission says, where it is not refused; and, were they
     not refused, the names in its program."""
-    mkdocs, markdown = pytest.importorskip("mkdocs.config"), pytest.importorskip("markdown")
+    mkdocs = pytest.importorskip("mkdocs.config")
+    markdown = pytest.importorskip("markdown")
     site = mkdocs.load_config(str(Path(__file__).resolve().parents[1] / "mkdocs.yml"))
-    ranked, each, found = make.compared(shown()), shown()["zero3"], Counter[str]()
+    ranked = make.compared(shown())
+    each = shown()["zero3"]
+    found = Counter[str]()
     with served(tmp_path) as url, Browser() as browser:
         for number, word in enumerate(hostile.MARKUP):
             about = {"author": "Somebody", "note": "A note"}
@@ -209,7 +217,8 @@ def test_words_of_submissions_are_text(folder: Path, tmp_path: Path) -> None:
                 except ValueError as error:
                     assert re.match(r"mine\.json: (author|note): expected a line of plain text", str(error)), error
                     found["refused"] += 1
-            what, source = f"{about['note']}.", f"submitted by {about['author']}"
+            what = f"{about['note']}."
+            source = f"submitted by {about['author']}"
             foreign = each._replace(what=what, source=source, program=hostile.renamed(each.program, word), small=0)
             texts = make.page("zero3", foreign, ranked, [["", ""]]), make.index(shown() | {"zero3": foreign}, ranked)
             for text in texts:

@@ -104,7 +104,8 @@ def test_every_step_runs_on_a_cpu(gpu_check: Any, tmp_path: Path, capfd: pytest.
         heading, *_ = json.loads((tmp_path / which[-1] / "results.json").read_text())
         assert len(heading["code"]) == 12 and heading["revision"] and heading["date"] and heading["device"] == "cpu"
     said = capfd.readouterr().out.partition("=== summary")[2]
-    assert "traced: 8192 rows: traced" in said and "micro: embedding, skewed: zero_" in said
+    assert "traced: 8192 rows: traced" in said
+    assert "micro: embedding, skewed: zero_" in said
     assert "==== micro: passed" in (tmp_path / "800" / "log.txt").read_text()
 
 
@@ -117,7 +118,8 @@ def test_edited_code_is_other_code(gpu_check: Any, tmp_path: Path, monkeypatch: 
     for text in ("x = 1", "x = 2"):
         (tmp_path / "models" / "a.py").write_text(text)
         digests.append(gpu_check.code()["code"])
-    assert digests[0] != digests[1] and gpu_check.code()["revision"] == "unknown"
+    assert digests[0] != digests[1]
+    assert gpu_check.code()["revision"] == "unknown"
 
 
 # ---- steps that do not end well
@@ -162,7 +164,9 @@ def test_a_dead_step_loses_itself_alone(
     }
     assert all(ends[name]["found"] == {"part": 1} for name in texts)
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert "it runs" in log and "no such luck" in log and "no-such-tool" in log
+    assert "it runs" in log
+    assert "no such luck" in log
+    assert "no-such-tool" in log
     said = capfd.readouterr().out.partition("=== summary")[2]
     assert re.search(r"dies +\d+\.\d died of SIGSEGV", said)
 
@@ -173,14 +177,16 @@ def test_what_would_not_fit_is_named_and_not_begun(
     long = gpu_check.Step(900, 500, False, "", "-m long")
     monkeypatch.setattr(gpu_check, "STEPS", {"long": long, "short": step(gpu_check, tmp_path, "short", WRITES)})
     status, _, outcomes = check(gpu_check, tmp_path / "out", "--only", "long", "short", "--limit-s", "400")
-    assert status == 1 and outcomes["short"] == "passed"
+    assert status == 1
+    assert outcomes["short"] == "passed"
     assert re.fullmatch(r"left out: 39\d s are left for it", outcomes["long"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.Signals) -> None:
     (tmp_path / "good.py").write_text("")
-    pid, out = tmp_path / "pid", tmp_path / "out"
+    pid = tmp_path / "pid"
+    out = tmp_path / "out"
     (tmp_path / "hangs.py").write_text(
         f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(99)"
     )
@@ -200,8 +206,10 @@ def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.S
     ends = {line["step"]: line["outcome"] for line in lines if "outcome" in line}
     assert ends["good"] == "passed"
     if number == signal.SIGTERM:
-        assert running.returncode == 128 + signal.SIGTERM and ends["all"] == "stopped by SIGTERM"
-        assert ends["hangs"].startswith("not done after") and json.loads((out / "results.json").read_text()) == lines
+        assert running.returncode == 128 + signal.SIGTERM
+        assert ends["all"] == "stopped by SIGTERM"
+        assert ends["hangs"].startswith("not done after")
+        assert json.loads((out / "results.json").read_text()) == lines
         with pytest.raises(ProcessLookupError):
             os.kill(int(pid.read_text()), 0)
 
@@ -210,8 +218,10 @@ def test_a_signal_loses_the_steps_at_hand_alone(tmp_path: Path, number: signal.S
 def test_a_machine_without_a_gpu_is_no_success(tmp_path: Path) -> None:
     command = [sys.executable, f"{CI}/gpu_check.py", "--out", str(tmp_path / "out")]
     found = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert found.returncode == 1 and not list(tmp_path.iterdir())
-    assert f"torch {torch.__version__}" in found.stdout and "finds no CUDA device on this machine" in found.stdout
+    assert found.returncode == 1
+    assert not list(tmp_path.iterdir())
+    assert f"torch {torch.__version__}" in found.stdout
+    assert "finds no CUDA device on this machine" in found.stdout
 
 
 def test_a_figure_beyond_its_limit_fails_its_step(gpu_check: Any, tmp_path: Path) -> None:
@@ -248,7 +258,8 @@ def test_packages_come_out_of_a_folder_of_wheels(gpu_check: Any, tmp_path: Path)
     wheel(tmp_path, "torch-1.0-py3-none-any.whl", "raise SystemExit")
     (tmp_path / "into").mkdir()
     found = unpack(tmp_path, tmp_path / "into")
-    assert found["any-rope"] == "1.0" and found["torch"].startswith("this machine's own")
+    assert found["any-rope"] == "1.0"
+    assert found["torch"].startswith("this machine's own")
     assert [path.name for path in (tmp_path / "into").iterdir()] == ["any_rope.py"]
 
 
@@ -266,7 +277,9 @@ def test_what_a_machine_lacks_comes_out_of_wheels(
     monkeypatch.setattr(sys, "path", list(sys.path))
     status, *_ = check(gpu_check, tmp_path / "out", "--only", "one", "--wheels", str(tmp_path / "wheels"))
     log = (tmp_path / "out" / "log.txt").read_text()
-    assert status == 0 and "imported\n13 /" in log and f"/nvidia-nccl-cu13/{library}\n" in log
+    assert status == 0
+    assert "imported\n13 /" in log
+    assert f"/nvidia-nccl-cu13/{library}\n" in log
     assert "has no no_rope: make gpu-wheels" in capfd.readouterr().out
 
 
@@ -297,7 +310,8 @@ def test_code_of_other_gpus_is_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
         body = b"".join(entries)
         return struct.pack(wheels.FATBIN_HEADER, wheels.FATBIN, 1, 16, len(body)) + body
 
-    ptx, elf = 1, wheels.ELF
+    ptx = 1
+    elf = wheels.ELF
 
     def pair(fill: Callable[[bytes], bytes]) -> bytes:
         one = fatbin(entry(elf, 80, fill(b"a" * 8)), entry(elf, 90, b"b" * 8), entry(ptx, 90, fill(b"c" * 8)))
@@ -342,13 +356,19 @@ def test_failures_are_there_before_the_end(tmp_path: Path) -> None:
     until(lambda: out.exists() and "test_hangs" in str(json.loads(out.read_text())["running"]))
     running.kill()
     running.wait()
-    found, said = json.loads(out.read_text()), (tmp_path / "log").read_text()
+    found = json.loads(out.read_text())
+    said = (tmp_path / "log").read_text()
     (passes,) = found["passed"]
-    assert passes.endswith("test_some.py::test_passes") and found["said"] == {passes: "so many\n"}
+    assert passes.endswith("test_some.py::test_passes")
+    assert found["said"] == {passes: "so many\n"}
     lacks, fails = found["failed"]
-    assert lacks.endswith("test_lacks.py") and "no_such_package" in found["failed"][lacks]
-    assert fails.endswith("test_some.py::test_fails") and "no such sum" in found["failed"][fails]
-    assert f"FAILED {fails}" in said and "no such sum" in said and f"FAILED {lacks}" in said
+    assert lacks.endswith("test_lacks.py")
+    assert "no_such_package" in found["failed"][lacks]
+    assert fails.endswith("test_some.py::test_fails")
+    assert "no such sum" in found["failed"][fails]
+    assert f"FAILED {fails}" in said
+    assert "no such sum" in said
+    assert f"FAILED {lacks}" in said
     assert [reason for name, reason in found["skipped"].items()] == ["Skipped: for no reason"]
 
 
@@ -364,7 +384,8 @@ def test_a_run_without_a_test_that_passed_is_no_success(tmp_path: Path) -> None:
         status = started(tmp_path, str(tmp_path), *more).wait(100)
         found = json.loads((tmp_path / "out.json").read_text())
         assert (status, found.get("why")) == (why is not None, why)
-    assert found["collected"] == 1 and found["passed"] == []
+    assert found["collected"] == 1
+    assert found["passed"] == []
 
 
 def test_every_marked_test_is_in_a_file_that_is_read(
@@ -377,5 +398,6 @@ def test_every_marked_test_is_in_a_file_that_is_read(
     if len({item.path for item in collected}) < 50:
         pytest.skip("only a whole test run collects every file")
     names = {item.path for item in collected if item.get_closest_marker("gpu")}
-    assert len(names) > 5 and all(map(marked, names))
+    assert len(names) > 5
+    assert all(map(marked, names))
     assert not marked(ROOT / "tests" / "params" / "test_layout.py")

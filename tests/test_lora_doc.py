@@ -30,7 +30,8 @@ def runs(mesh: Any, folder: Path) -> None:
     names = {"ya": ya, "llama": llama, "torch": torch, "tx": TX, "mesh": mesh, "batch": batch()}
     exec(CODE, names)
     state = names["state"]
-    assert state.step == 2 and {g.name for g in state.memory.groups if g.trainable} == {"layers", "head"}
+    assert state.step == 2
+    assert {g.name for g in state.memory.groups if g.trainable} == {"layers", "head"}
     before, after = (ya.materialize(llama.hf.load(name)[1]) for name in ("base", "merged"))
     moved = [name for name, leaf in before.layers.items() if not torch.equal(leaf, after.layers[name])]
     assert [name for name in moved if "norm" not in name] == [name for name in before.layers if "proj" in name]

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import yafsdp_fn as ya
-from tests.harness.oracle import compare
+from tests.harness.oracle import check_steps
 from tests.harness.pool import on_ranks
 
 PARAMS = {"layers": ya.Stacked({"w": ya.Param((2, 4, 4))})}
@@ -34,7 +34,8 @@ def test_arrays_of_numpy_are_sharded_as_tensors_are(mesh: Any) -> None:
     rows = np.arange(32, dtype=np.float32).reshape(8, 4)
     mine = ya.shard_batch({"x": rows}, mesh)
     same = ya.shard_batch({"x": torch.from_numpy(rows)}, mesh)
-    assert torch.equal(mine["x"], same["x"]) and len(mine["x"]) == 8 // mesh.size()
+    assert torch.equal(mine["x"], same["x"])
+    assert len(mine["x"]) == 8 // mesh.size()
     one, other = (stepping(batch)(mesh)[1]["loss"] for batch in (mine, same))
     assert one == other
 
@@ -95,10 +96,8 @@ OTHERS = [
 def test_a_state_made_by_another_optimizer_is_refused_by_name(mesh: Any) -> None:
     """Some were taken in silence, as Adam's moments by SGD; others failed in the words of a tuple's."""
     for made, given, parts in OTHERS:
-        plain, refused = (
-            ya.PlainState.create(PARAMS, made),
-            rf"^the optimizer's state {parts}.*ya\.shard\(state, tx\), a",
-        )
+        plain = ya.PlainState.create(PARAMS, made)
+        refused = rf"^the optimizer's state {parts}.*ya\.shard\(state, tx\), a"
         for use, state in ((taken, new(mesh, made)), (applied, new(mesh, made)), (applied, plain)):
             with pytest.raises(TypeError, match=refused):
                 use(state, given)
@@ -195,7 +194,8 @@ def shrinking(write: Any) -> Case:
     return stepping(loss=loss)
 
 
-HEAD, NET = torch.nn.Linear(1, 1), torch.nn.Linear(4, 1)
+HEAD = torch.nn.Linear(1, 1)
+NET = torch.nn.Linear(4, 1)
 
 
 def before_visits(weight: Any) -> Any:
@@ -280,7 +280,8 @@ def drawing(updates: Any, state: Any, params: Any) -> Any:
 def of_two(mesh: Any) -> Any:
     """A visit to layers of a student and of its teacher at once."""
     block = lambda x, both: (x + ya.linear(x, both[0]["w"] - both[1]["w"]), None)  # noqa: E731
-    student, teacher = new(mesh), new(mesh)
+    student = new(mesh)
+    teacher = new(mesh)
     return ya.scan(block, ROWS, (student.params["layers"], teacher.params["layers"]))
 
 
@@ -598,12 +599,16 @@ def warned_by(call: Any, *args: Any) -> list[str]:
     return [str(each.message) for each in caught]
 
 
+def warned_of(mesh: Any, rows: torch.Tensor) -> list[list[str]]:
+    """What is said in a first step on these rows, and on the part of them that `shard_batch` deals to this rank."""
+    return [warned_by(stepping({"x": x}), mesh) for x in (rows, ya.shard_batch(rows, mesh))]
+
+
 @on_ranks(1, 2)
 def test_a_batch_that_all_ranks_have_is_warned_of(mesh: Any) -> None:
-    rows = torch.arange(16.0).view(4, 4)
-    given = rows, ya.shard_batch(rows, mesh)
-    same, own = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": x}) for x in given)
-    assert own == [] and len(same) == mesh.size() - 1
+    same, own = warned_of(mesh, torch.arange(16.0).view(4, 4))
+    assert own == []
+    assert len(same) == mesh.size() - 1
     assert all("all ranks have the same batch, so that each row" in text for text in same)
 
 
@@ -618,24 +623,25 @@ def test_a_sum_over_shards_in_a_loss_is_warned_of(mesh: Any) -> None:
         lambda layers: by_hand(layers).detach(),
     ]
     rows = ya.shard_batch(torch.arange(16.0).view(4, 4), mesh)
-    found, *others = [warned_by(ya.train_step(with_whole(way), TX), new(mesh), {"x": rows}) for way in ways]
-    assert others == [[]] * 3 and len(found) == mesh.size() - 1
+    found, *others = [warned_by(stepping({"x": rows}, with_whole(way)), mesh) for way in ways]
+    assert others == [[]] * 3
+    assert len(found) == mesh.size() - 1
     assert all(text.startswith("the loss computes with leaves of layers beside its visits") for text in found)
 
 
 @on_ranks(1, 2)
 def test_rows_of_a_sampler_that_are_cut_once_more_are_warned_of(mesh: Any) -> None:
-    mine = torch.arange(16.0).view(4, 4) + 16 * mesh.get_rank()
-    given = mine, ya.shard_batch(mine, mesh)
-    as_they_are, cut = (warned_by(ya.train_step(loss_fn, TX), new(mesh), {"x": rows}) for rows in given)
-    assert as_they_are == [] and len(cut) == mesh.size() - 1
+    as_they_are, cut = warned_of(mesh, torch.arange(16.0).view(4, 4) + 16 * mesh.get_rank())
+    assert as_they_are == []
+    assert len(cut) == mesh.size() - 1
     assert all(text.startswith("ranks have given other rows to ya.shard_batch") for text in cut)
 
 
 @on_ranks(1, 2)
 def test_a_tensor_that_was_frozen_before_it_is_sharded_is_warned_of(mesh: Any) -> None:
     """What `shard` warns of: one tensor that does not require grad among others, marked, all of them, and none."""
-    still, moving = torch.ones(4), torch.ones(4, requires_grad=True)
+    still = torch.ones(4)
+    moving = torch.ones(4, requires_grad=True)
     trees = [{"a": still, "b": moving}, {"a": ya.frozen(still), "b": moving}, {"b": moving}, {"a": still}]
     like = {"a": ya.frozen(ya.Param((4,))), "b": ya.Param((4,))}
     mixed, *right = (warned_by(functools.partial(ya.shard, tree, TX, mesh=mesh)) for tree in trees)
@@ -656,7 +662,8 @@ def test_a_loss_may_write_to_its_batch(mesh: Any, microbatches: int) -> None:
     rows = torch.arange(32.0).view(8, 4)
     losses = []
     for loss, scale in ((writes, 1), (loss_fn, 8)):
-        step, state = ya.train_step(loss, TX, microbatches=microbatches), new(mesh)
+        step = ya.train_step(loss, TX, microbatches=microbatches)
+        state = new(mesh)
         for number in (1, 2, 3):
             state, metrics = step(state, ya.shard_batch({"x": rows * number / scale}, mesh))
             losses.append(metrics["loss"].item())
@@ -685,10 +692,8 @@ def test_an_initializer_that_takes_no_generator_draws_alike(mesh: Any) -> None:
 
 def as_alone(mesh: Any, tx: Any) -> None:
     """Three steps of an optimizer of one's own are those of plain tensors."""
-    step, state, alone = ya.train_step(loss_fn, tx), new(mesh, tx), ya.PlainState.create(PARAMS, tx)
-    for _ in range(3):
-        (state, _), (alone, _) = step(state, BATCH), step(alone, BATCH)
-    compare(state.params, alone.params, 1e-5, "weights")
+    step = ya.train_step(loss_fn, tx)
+    check_steps((step, new(mesh, tx)), (step, ya.PlainState.create(PARAMS, tx)), [(BATCH, BATCH)] * 3, 1e-5)
 
 
 @on_ranks(1, 2)
@@ -750,7 +755,8 @@ def test_a_write_between_steps_is_computed_with_or_refused(mesh: Any, how: str, 
     same_memory = compute == torch.float32 and how != "other memory"
     refused = r"^a leaf of the state's params was written through \.data or \.numpy\(\), or giv"
     for steps in (0, 1):
-        state, step = ya.init(PARAMS, TX, mesh=mesh, precision=ya.Precision(compute=compute)), ya.train_step(loss, TX)
+        state = ya.init(PARAMS, TX, mesh=mesh, precision=ya.Precision(compute=compute))
+        step = ya.train_step(loss, TX)
         for _ in range(steps):
             state, _ = step(state, BATCH)
         with torch.no_grad():
@@ -771,7 +777,8 @@ def test_states_and_steps_under_inference_mode_are_as_without_it(mesh: Any) -> N
     for inside in (True, False):
         with torch.inference_mode(inside):
             state = new(mesh)
-        step, losses = ya.train_step(loss_fn, TX), []
+        step = ya.train_step(loss_fn, TX)
+        losses = []
         for number in range(3):
             with torch.inference_mode(inside and number < 2):
                 state, metrics = step(state, BATCH)
@@ -784,7 +791,8 @@ def test_states_and_steps_under_inference_mode_are_as_without_it(mesh: Any) -> N
 @on_ranks(1, 2)
 def test_an_optimizers_update_takes_a_states_own_trees(mesh: Any) -> None:
     """Optax's loop, on a state's own trees; and the library's."""
-    step, found = ya.train_step(loss_fn, TX), []
+    step = ya.train_step(loss_fn, TX)
+    found = []
     for hand in (True, False):
         state = new(mesh)
         grads = ya.grad(loss_fn)(state.params, BATCH)

@@ -36,7 +36,8 @@ WORLDS = [
     nightly(4, "replicate"),
     (4, "replicate-nodes"),
 ]
-mean, loss = mean_of("base"), loss_of("base")
+mean = mean_of("base")
+loss = loss_of("base")
 
 
 def rows_of(batch: Batch) -> Batch:
@@ -48,7 +49,8 @@ def rows_of(batch: Batch) -> Batch:
 def test_rows_with_dropout(mesh: Any) -> None:
     """Each row draws numbers of its own; that none may be drawn is in the table."""
     s = Setting(mesh, "dropout")
-    rows, found = rows_of(s.batches[mesh.get_rank()]), []
+    rows = rows_of(s.batches[mesh.get_rank()])
+    found = []
     for params in (s.sharded[0], s.plain[0]):
         torch.manual_seed(0)
         found.append(tf.vmap(loss_of("dropout"), in_dims=(None, 0), randomness="different")(params, rows))
@@ -82,7 +84,8 @@ def test_plain_arguments_and_examples(mesh: Any, axes: str) -> None:
     inner = ya.grad(lambda p: ya.grad(scaled)(scale, p))(p)
     compare(inner, tf.grad(lambda p: 3.0 * s.mean(p) / ranks)(plain), BOUND, "ya.grad of it")
     compare(tf.grad(scaled)(scale, p), 3.0 * s.own(plain), BOUND, "torch.func.grad")
-    rows, each = rows_of(s.batches[mesh.get_rank()]), tf.vmap(tf.grad(loss), in_dims=(None, 0))
+    rows = rows_of(s.batches[mesh.get_rank()])
+    each = tf.vmap(tf.grad(loss), in_dims=(None, 0))
     what = "a whole tree: each rank's own examples, nothing else"
     compare(each(ya.unshard(p), rows), each(plain, rows), BOUND, what)
 
@@ -108,9 +111,11 @@ def test_arguments_that_ranks_share(mesh: Any, axes: str) -> None:
     torch.func gives on each rank is averaged."""
     rate = torch.tensor(0.3).double()
     for kind, path in itertools.product(("uneven", ""), ("shards", "loss", "both")):
-        s, inner = Setting(made(axes), "base", kind), ya.grad if kind else tf.grad
+        s = Setting(made(axes), "base", kind)
+        inner = ya.grad if kind else tf.grad
         of, on_plain = adapted(s.loss, inner, path), adapted(s.mean, tf.grad, path)
-        expected, p = tf.grad(on_plain)(rate, s.plain[0]), s.sharded[0]
+        expected = tf.grad(on_plain)(rate, s.plain[0])
+        p = s.sharded[0]
         for outer, by in ((ya.grad, 1), (tf.grad, mesh.size())):
             got = sum_over_ranks(outer(of)(rate, p), p) / by
             compare(got, expected, BOUND, f"{kind}, by {path}: {outer.__module__}")

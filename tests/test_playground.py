@@ -28,12 +28,14 @@ from tests.program.test_hazards import EVERY_OP
 
 HERE = ROOT / "docs" / "playground"
 MODELS = json.loads((HERE / "traces" / "index.json").read_text())
-SMALL, SEVEN = MODELS[0], MODELS[2]
+SMALL = MODELS[0]
+SEVEN = MODELS[2]
 
 
 def module(name: str) -> Any:
     spec = util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     made = util.module_from_spec(spec)
     spec.loader.exec_module(made)
     return made
@@ -114,7 +116,8 @@ def test_every_builder_on_every_mesh(ask: Ask, builder: str) -> None:
         plan = ya.planner.Plan.of(factory(**options)(trace), "a100-80g")
         assert words_of(found) == plan.program.words()
         assert found["figures"]["least"] == plan.least.against(plan.step_s)
-        assert found["figures"]["step_s"] == plan.step_s and found["figures"]["peak"] == plan.memory.peak_bytes
+        assert found["figures"]["step_s"] == plan.step_s
+        assert found["figures"]["peak"] == plan.memory.peak_bytes
         assert dict(found["figures"]["wire"]) == {name: n for name, n in plan.program.wire_bytes().items() if n}
         ops = [op for kind, *_, op in found["picture"]["boxes"] if kind in ("op", "again")]
         timed = {span.number for span in plan.timeline.spans}
@@ -124,9 +127,11 @@ def test_every_builder_on_every_mesh(ask: Ask, builder: str) -> None:
 @pytest.mark.parametrize("order", ["gpipe", "one_f_one_b", "interleaved", "zero_bubble", "v_shaped", "v_min"])
 def test_every_order_of_a_pipeline(ask: Ask, order: str) -> None:
     found = ask("build", settings(stages=2, microbatches=4, order=order))
-    assert len(found["stages"]) == 2 and "refused" not in found
+    assert len(found["stages"]) == 2
+    assert "refused" not in found
     assert [lane for lane, *_ in found["picture"]["lanes"]] == ["stage 0", "stage 1"]
-    assert 0 < found["figures"]["bubble"] < 1 and dict(found["figures"]["wire"])["to other stages"] > 0
+    assert 0 < found["figures"]["bubble"] < 1
+    assert dict(found["figures"]["wire"])["to other stages"] > 0
     found["stages"][1].pop()
     assert ask("check", found["stages"])["refused"]["stage"] == 1
 
@@ -135,12 +140,15 @@ def test_what_is_refused_says_by_which_rule(ask: Ask) -> None:
     (ops,) = ask("build", settings())["stages"]
     at = max(number for number, op in enumerate(ops) if op.startswith('["gather"'))
     refused = ask("check", [ops[:at] + ops[at + 1 :]])["refused"]
-    assert refused["rule"] == "weights" and refused["sentence"].startswith("a compute reads slots that hold")
+    assert refused["rule"] == "weights"
+    assert refused["sentence"].startswith("a compute reads slots that hold")
     assert refused["why"] == "slot 0 holds layers[2], it must hold layers[0]"
-    assert json.loads(ops[refused["op"] + 1])[0] == "backward" and json.loads(ops[refused["against"]])[0] == "gather"
+    assert json.loads(ops[refused["op"] + 1])[0] == "backward"
+    assert json.loads(ops[refused["against"]])[0] == "gather"
     assert [use.endswith("<- refused") for use in refused["uses"]][-1]
     later = ask("check", [[ops[0], *ops[2:5], ops[1], *ops[5:]]])
-    assert later["refused"]["rule"] == "weights" and len(later["rows"][0]) == len(ops)
+    assert later["refused"]["rule"] == "weights"
+    assert len(later["rows"][0]) == len(ops)
 
 
 @pytest.mark.parametrize(
@@ -173,7 +181,8 @@ def test_a_program_goes_out_and_comes_in(ask: Ask) -> None:
     assert ya.Program.from_json(text).words() == words_of(built)
     assert ask("open", "mine.json", text)["has ops"]
     again = ask("build", settings(trace="mine.json", builder=""))
-    assert again["stages"] == built["stages"] and again["figures"]["step_s"] == built["figures"]["step_s"]
+    assert again["stages"] == built["stages"]
+    assert again["figures"]["step_s"] == built["figures"]["step_s"]
     assert "not a program in JSON" in ask("open", "broken.json", text[:-9])["error"]
 
 
@@ -289,9 +298,11 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
 
     at = page.row("gather layers[0]")
     said = page.delete(at)
-    assert (said["state"], said["rule"]) == ("refused", "weights")
+    assert said["state"] == "refused"
+    assert said["rule"] == "weights"
     assert "slot 0 holds layers[2], it must hold layers[0]" in page.text("#verdict")
-    assert "backward layers[0]" in page.text("li.refused") and "gather layers[2]" in page.text("li.against")
+    assert "backward layers[0]" in page.text("li.refused")
+    assert "gather layers[2]" in page.text("li.against")
     assert page.evaluate("document.querySelector('#picture').classList.contains('stale')")
     assert page.text("#figures") == right  # the last right picture stays
     assert page.undo()["state"] == "right"
@@ -300,16 +311,19 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     end = start[0], start[1] + 22 * 4
     page.drag(start, end)
     page.wait("document.body.dataset.state == 'refused'")  # before it is dropped
-    assert page.order() == expected and page.said["rule"] == "weights"
+    assert page.order() == expected
+    assert page.said["rule"] == "weights"
     assert page.changed(lambda: page.drop(end))["rule"] == "weights"
-    assert page.order()[at + 4] == "gather layers[0] -> slot 0" and sorted(page.order()) == sorted(expected)
+    assert page.order()[at + 4] == "gather layers[0] -> slot 0"
+    assert sorted(page.order()) == sorted(expected)
     page.undo()
     assert page.order() == expected
 
     page.click(f"#op-{at}")
     moves = [page.changed(lambda: page.press("ArrowDown", alt=True)) for _ in range(3)]  # the third is too late
     assert [said["state"] for said in moves] == ["right", "right", "refused"]
-    assert page.order()[at + 3] == "gather layers[0] -> slot 0" and page.text("li[aria-selected=true] b") == str(at + 3)
+    assert page.order()[at + 3] == "gather layers[0] -> slot 0"
+    assert page.text("li[aria-selected=true] b") == str(at + 3)
     assert min(float(said["changeMs"]) for said in moves[:2]) < 300
     page.changed(lambda: page.click("#reset"))
 
@@ -317,9 +331,11 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
     page.press("Enter")
     typed = "(slots => { slots.value = '1'; slots.dispatchEvent(new Event('input', {bubbles: true})) })"
     said = page.changed(lambda: page.evaluate(f"{typed}(document.querySelector('.editor [data-field=slots]'))"))
-    assert said["state"] == "refused" and page.order()[at] == "gather layers[0] -> slot 1"
+    assert said["state"] == "refused"
+    assert page.order()[at] == "gather layers[0] -> slot 1"
     said = page.changed(lambda: page.press("Escape"))
-    assert said["state"] == "right" and page.text(".editor") == ""
+    assert said["state"] == "right"
+    assert page.text(".editor") == ""
 
 
 @pytest.mark.nightly
@@ -327,10 +343,12 @@ def test_the_page_draws_what_is_right_and_refuses_what_is_not(page: Page) -> Non
 def test_a_pipeline_and_an_address_that_opens_what_was_seen(page: Page) -> None:
     page.choose("trace", SMALL["file"])
     said = page.choose("stages", "2")
-    assert said["state"] == "right" and page.text("#title").startswith("simulated on a100-80g, 2 stages of 4 ranks")
+    assert said["state"] == "right"
+    assert page.text("#title").startswith("simulated on a100-80g, 2 stages of 4 ranks")
     assert page.evaluate("document.querySelectorAll('#stages button').length") == 2
     said = page.choose("stages", "3")
-    assert said["state"] == "error" and "3 stages do not divide 8 GPUs" in page.text("#verdict")
+    assert said["state"] == "error"
+    assert "3 stages do not divide 8 GPUs" in page.text("#verdict")
     page.choose("stages", "1")
     page.choose("microbatches", "1")
     assert page.delete(0)["state"] == "refused"
@@ -338,7 +356,8 @@ def test_a_pipeline_and_an_address_that_opens_what_was_seen(page: Page) -> None:
     page.wait("location.hash.length > 20")
     page.call("Page.reload")
     page.wait("document.body && document.body.dataset.state == 'refused'")
-    assert page.text("#count").endswith("edited") and "gather embed" not in page.order()[0]
+    assert page.text("#count").endswith("edited")
+    assert "gather embed" not in page.order()[0]
 
 
 @pytest.mark.nightly
@@ -347,13 +366,16 @@ def test_a_program_of_ones_own_is_opened_and_shown_as_it_is(page: Page, ask: Ask
     built = ask("build", settings(stages=2, microbatches=2, builder="zero2"))
     (tmp_path / "mine.json").write_text(ask("save", built["stages"]))
     said = page.opened(tmp_path / "mine.json")
-    assert said["state"] == "right" and page.order() == words_of(built)
+    assert said["state"] == "right"
+    assert page.order() == words_of(built)
     assert page.text("#figures dd") == built["figures"]["step"]
     assert page.evaluate("[document.forms.settings.builder.value, document.forms.settings.gpus.disabled]") == ["", True]
     said = page.choose("builder", "zero3")
-    assert said["state"] == "error" and "has been cut into stages already" in page.text("#verdict")
+    assert said["state"] == "error"
+    assert "has been cut into stages already" in page.text("#verdict")
     said = page.choose("trace", SMALL["file"])
-    assert said["state"] == "right" and page.evaluate("document.forms.settings.builder.value") == "zero3"
+    assert said["state"] == "right"
+    assert page.evaluate("document.forms.settings.builder.value") == "zero3"
 
 
 @pytest.mark.nightly
@@ -404,7 +426,8 @@ def report(picture: Path | None) -> None:
         for name, said in ("right", right), ("refused", refused):
             assert {each["state"] for each in said} == {name}
             ms, python = ([float(each[key]) for each in said] for key in ("changeMs", "pythonMs"))
-            middle, inside = statistics.median(ms), statistics.median(python)
+            middle = statistics.median(ms)
+            inside = statistics.median(python)
             print(f"{len(ms)} changes, {name}: median {middle:.0f} ms, most {max(ms):.0f} ms; Python {inside:.0f} ms")
         if picture is not None:
             page.size(1280, 980)

@@ -62,7 +62,8 @@ def test_no_optimizer_prints_an_address() -> None:
 def test_a_schedule_is_called_as_before() -> None:
     schedule = ya.schedules.zero3(prefetch=2)
     assert schedule(PROGRAM.trace) == schedule(trace=PROGRAM.trace)
-    assert ya.schedules.zero3.__name__ == "zero3" and (ya.schedules.zero3.__doc__ or "").startswith("ZeRO-3")
+    assert ya.schedules.zero3.__name__ == "zero3"
+    assert (ya.schedules.zero3.__doc__ or "").startswith("ZeRO-3")
     with pytest.raises(TypeError, match="prefetsch"):
         ya.schedules.zero3(prefetsch=2)
 
@@ -76,7 +77,8 @@ def test_a_step_prints_its_arguments() -> None:
 
 def test_a_program_is_a_sequence_of_its_ops() -> None:
     assert (len(PROGRAM), list(PROGRAM), PROGRAM[-1]) == (len(PROGRAM.ops), list(PROGRAM.ops), PROGRAM.ops[-1])
-    assert len(PIPELINE) == sum(map(len, PIPELINE.stages)) and repr(PIPELINE).startswith("<program of 2 stages, ")
+    assert len(PIPELINE) == sum(map(len, PIPELINE.stages))
+    assert repr(PIPELINE).startswith("<program of 2 stages, ")
     with pytest.raises(TypeError, match=r"program\.by_stage\[0\]"):
         _ = PIPELINE[3]
 
@@ -85,7 +87,8 @@ def test_a_proof_is_said_of_the_program_that_was_proved_and_of_no_other() -> Non
     program = PROGRAM.with_ops(PROGRAM.ops)
     assert "proved" not in repr(program)
     assert re.fullmatch(r"<program of \d+ ops: .*; proved: \d+ ops, \d+ rules>", repr(ya.verify(program)))
-    assert program == PROGRAM and hash(program) == hash(PROGRAM)
+    assert program == PROGRAM
+    assert hash(program) == hash(PROGRAM)
     assert "proved" not in repr(program.with_ops(program.ops[1:])) + repr(program.with_trace(program.trace))
     assert "proved" not in repr(ya.Program.from_json(program.to_json()))
 
@@ -110,7 +113,8 @@ def test_a_state_says_names_shapes_dtypes_and_bytes(mesh: Any) -> None:
 @pytest.mark.parametrize("name", ["planner", "schedules", "optim", "timeline", "params", "checkpoint"])
 def test_dir_of_a_namespace_shows_public_names_alone(name: str) -> None:
     module = importlib.import_module(f"yafsdp_fn.{name}")
-    assert dir(module) == sorted(module.__all__) and all(hasattr(module, each) for each in dir(module))
+    assert dir(module) == sorted(module.__all__)
+    assert all(hasattr(module, each) for each in dir(module))
 
 
 USER = """
@@ -180,5 +184,6 @@ def test_a_printed_proof_ends_with_what_was_proved() -> None:
     program = PROGRAM.with_ops(PROGRAM.ops)
     before = str(program).splitlines()
     *lines, last = str(ya.verify(program)).splitlines()
-    assert lines == before and re.fullmatch(r"proved: \d+ ops, \d+ rules", last)
+    assert lines == before
+    assert re.fullmatch(r"proved: \d+ ops, \d+ rules", last)
     assert re.fullmatch(r"proved: \d+ ops, \d+ rules", str(ya.verify(PIPELINE)).splitlines()[-1])

@@ -60,7 +60,8 @@ def test_it_is_exact(_: Any, name: str) -> None:
     of = recipe(name)
     staged = "stage" in of.AXES
     options = {"schedule": ya.schedules.one_f_one_b(), "microbatches": 4} if staged else {}
-    mesh, batch = ya.mesh(device="cpu", **of.AXES), double(of.batch(0))
+    mesh = ya.mesh(device="cpu", **of.AXES)
+    batch = double(of.batch(0))
     state = init(of.PARAMS, mesh, stages=of.stages() if staged else None)
     expected = ya.value_and_grad(of.loss_fn)(whole(of.PARAMS), batch)
     function = ya.value_and_grad(of.loss_fn, **options)
@@ -76,7 +77,8 @@ def test_ring_attention_is_attention() -> None:
 
 
 def test_experts_are_those_of_a_loop() -> None:
-    of, x = recipe("expert_parallel"), torch.randn(20, 32, dtype=torch.float64)
+    of = recipe("expert_parallel")
+    x = torch.randn(20, 32, dtype=torch.float64)
     w = {name: leaf[0] for name, leaf in whole(of.PARAMS)["layers"].items()}
     scores = linear(x, w["router"]).softmax(-1)
     rows = []
@@ -115,14 +117,16 @@ def distillation(mesh: Any) -> None:
 
 def dpo(mesh: Any) -> None:
     of, batch = recipe("dpo"), recipe("dpo").pairs(0)
-    reference, state = init(of.PARAMS, mesh, seed=1), init(of.PARAMS, mesh)
+    reference = init(of.PARAMS, mesh, seed=1)
+    state = init(of.PARAMS, mesh)
     mine = own(batch, mesh)
     with torch.no_grad():
         mine["reference"] = of.margin(reference.params, mine)
     (value, _), grads = ya.value_and_grad(of.loss_fn, has_aux=True)(state.params, mine)
 
     def in_words(params: Any, batch: Any) -> Tensor:
-        llama, beta = recipe("tiny").llama, of.BETA
+        llama = recipe("tiny").llama
+        beta = of.BETA
         of_model = []
         for tree in (params, whole(of.PARAMS, 1)):
             for text in (batch["chosen"], batch["rejected"]):
@@ -136,7 +140,8 @@ def dpo(mesh: Any) -> None:
 
 
 def gan(mesh: Any) -> None:
-    of, trees = recipe("gan"), (recipe("gan").GENERATOR, recipe("gan").CRITIC)
+    of = recipe("gan")
+    trees = (recipe("gan").GENERATOR, recipe("gan").CRITIC)
     tx = ya.optim.sgd(0.1, momentum=0.9)
     steps = ya.train_step(of.critic_loss, tx), ya.train_step(of.generator_loss, tx)
     g, c = (ya.init(tree, tx, mesh=mesh, seed=seed, precision=WIDE) for seed, tree in enumerate(trees))
@@ -150,14 +155,16 @@ def gan(mesh: Any) -> None:
 
 def diloco(mesh: Any) -> None:
     """Two workers of one rank; the oracle runs both, and has SGD with Nesterov's momentum in its own words."""
-    of, me = recipe("diloco"), mesh.get_local_rank()
+    of = recipe("diloco")
+    me = mesh.get_local_rank()
     alone = torch.distributed.device_mesh.init_device_mesh("cpu", (2, 1), mesh_dim_names=("worker", "shard"))["shard"]
 
     def mean(leaf: Tensor) -> Tensor:
         torch.distributed.all_reduce(leaf)
         return leaf / 2
 
-    state, step = init(of.PARAMS, alone), ya.train_step(of.loss_fn, TX)
+    state = init(of.PARAMS, alone)
+    step = ya.train_step(of.loss_fn, TX)
     start = optree.tree_map(torch.clone, state.params)
     outer = of.OUTER.init(start)
     at = whole(of.PARAMS)
@@ -185,7 +192,8 @@ def grpo(mesh: Any) -> None:
     tokens = torch.cat([of.rollout(module, seed) for seed in range(2)])
     gain = torch.cat([of.advantages(part[:, of.PROMPT :])[0] for part in tokens.chunk(2)]).double()
     for group in gain.view(-1, of.GROUP):
-        assert abs(float(group.mean())) < 1e-6 and float(group.std()) < 1.01
+        assert abs(float(group.mean())) < 1e-6
+        assert float(group.std()) < 1.01
 
     def of_answers(logits: Tensor) -> Tensor:
         return logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None])[:, of.PROMPT - 1 :, 0]
@@ -194,7 +202,8 @@ def grpo(mesh: Any) -> None:
         old = of_answers(module(tokens).logits)
     params, model = ya.functionalize(of.made().double(), layers="model.layers")
     big = ya.optim.sgd(3.0)  # so that the second step clips
-    state, step = ya.shard(params, big, mesh=mesh, precision=WIDE), ya.train_step(of.loss_of(model), big)
+    state = ya.shard(params, big, mesh=mesh, precision=WIDE)
+    step = ya.train_step(of.loss_of(model), big)
     whole_batch = {"tokens": tokens, "old": old, "advantages": gain}
     for _ in range(2):
         state, metrics = step(state, optree.tree_map(lambda leaf: leaf.chunk(2)[rank], whole_batch))
@@ -226,10 +235,12 @@ def handed_out(mesh: Any, path: str) -> None:
 @pytest.mark.nightly
 def test_the_generator_reads_the_weights_of_the_trainer(pools: Pools, tmp_path: Path) -> None:
     pools[2].run(handed_out, str(tmp_path / "weights"))
-    of, engine = recipe("generator"), recipe("grpo").made()
+    of = recipe("generator")
+    engine = recipe("grpo").made()
     expected = {name: weight.bfloat16() for name, weight in engine.named_parameters()}
     found = of.load_file(tmp_path / "weights")
-    assert found.keys() == expected.keys() and [path.name for path in tmp_path.iterdir()] == ["weights"]
+    assert found.keys() == expected.keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["weights"]
     for name, weight in found.items():
         assert torch.equal(weight, expected[name]), name
 
@@ -270,4 +281,5 @@ def test_it_runs_as_it_stands_and_learns(pools: Pools, name: str) -> None:
     elif name == "influence":  # the row that is the test speaks most for it
         assert found[0] == found[1] and min(found[0]) == found[0][0] < 0, found
     else:
-        assert name == "curvature" and found == [None, None]
+        assert name == "curvature"
+        assert found == [None, None]

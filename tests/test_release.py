@@ -24,7 +24,9 @@ def test_one_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert changes is not None
     assert {changes.group(1), citation["version"], ya.__version__} == {PROJECT["version"]}
-    assert citation["license"] == PROJECT["license"] and citation["cff-version"] == "1.2.0" and citation["authors"]
+    assert citation["license"] == PROJECT["license"]
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["authors"]
 
 
 def anchors(page: Path) -> set[str]:

@@ -41,17 +41,21 @@ def test_a_timeline_is_drawn_and_a_plan_is_words_and_its_picture(stages: int, mo
     where = {"tx": failing.TX, "ranks": 8 * stages, "cluster": "a100-80g", "stages": stages}
     plan = ya.planner.plan(failing.loss, failing.params(), failing.batch(), schedule=schedule, microbatches=2, **where)
     svg = plan.timeline._repr_svg_()
-    assert svg is not None and ElementTree.fromstring(svg).tag.endswith("svg") and plan.timeline.title in svg
+    assert svg is not None
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    assert plan.timeline.title in svg
     words, picture = plan._repr_html_().split("<img ")
     assert text_of(words) == str(plan)
     (data,) = re.findall(r"base64,([^\"]+)", picture)
     assert base64.b64decode(data).decode() == svg
     monkeypatch.setattr("yafsdp_fn.timeline.timeline.find_spec", lambda name: None)  # without matplotlib
-    assert plan.timeline._repr_svg_() is None and plan._repr_html_() == words
+    assert plan.timeline._repr_svg_() is None
+    assert plan._repr_html_() == words
 
 
 def recorded(mesh: object) -> tuple[str, str, str]:
-    state, step = failing.state(mesh), ya.train_step(failing.loss, failing.TX)
+    state = failing.state(mesh)
+    step = ya.train_step(failing.loss, failing.TX)
     state, _ = step(state, failing.batch())
     with ya.timeline.record() as recording:
         state, _ = step(state, failing.batch())
@@ -63,5 +67,6 @@ def recorded(mesh: object) -> tuple[str, str, str]:
 
 def test_on_two_ranks_each_shows_the_same_program_and_its_own_times(pools: Pools) -> None:
     (html, text, timeline), other = pools[2].run(recorded)
-    assert text_of(html) == text and (html, text) == other[:2]
+    assert text_of(html) == text
+    assert (html, text) == other[:2]
     assert "measured" in (ya.timeline.Timeline.from_json(timeline)._repr_svg_() or "")

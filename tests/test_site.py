@@ -89,7 +89,8 @@ def test_the_page_of_commands_has_each(site: Site) -> None:
 
 def test_the_gallery_is_made_with_it(site: Site) -> None:
     assert {f"gallery/{name}.html" for name in ("index", "zero3", "hpz", "1f1b", "every-other")} <= set(site.pages)
-    assert (site.folder / "gallery" / "zero3.json").is_file() and (site.folder / "gallery" / "index.png").is_file()
+    assert (site.folder / "gallery" / "zero3.json").is_file()
+    assert (site.folder / "gallery" / "index.png").is_file()
 
 
 def test_every_link_leads_to_a_file_and_an_anchor_that_are_there(site: Site) -> None:
@@ -242,7 +243,8 @@ def test_pictures_are_dark_on_a_dark_page(site: Site) -> None:
 
 
 def test_every_page_is_reached_from_the_first(site: Site) -> None:
-    reached, todo = {"404.html"}, {"index.html"}
+    reached = {"404.html"}
+    todo = {"index.html"}
     while todo:
         reached.add(name := todo.pop())
         links = {
@@ -255,7 +257,8 @@ def test_every_page_is_reached_from_the_first(site: Site) -> None:
 
 def test_nothing_is_loaded_from_another_host(site: Site) -> None:
     loaded = {link for page in site.pages.values() for link in page.loaded}
-    assert loaded and [link for link in loaded if link.startswith(("http:", "https:", "//"))] == []
+    assert loaded
+    assert [link for link in loaded if link.startswith(("http:", "https:", "//"))] == []
 
 
 def test_a_page_has_the_blocks_that_it_has_on_github(site: Site) -> None:

@@ -33,7 +33,8 @@ def smaller(block: str) -> str:
 @pytest.mark.parametrize("command", COMMANDS)
 def test_its_commands_are_options_of_a_plan(command: str) -> None:
     options = cli(Options, shlex.split(command, comments=True), prog="plan")
-    assert options.model == "llama3.1-8b" and options.gpus == 64
+    assert options.model == "llama3.1-8b"
+    assert options.gpus == 64
 
 
 def test_a_pipelines_rows_are_written(
@@ -42,7 +43,9 @@ def test_a_pipelines_rows_are_written(
     monkeypatch.chdir(tmp_path)
     exec(smaller(PIPELINE), {"__name__": "page"})
     rows = Path("schedule.csv").read_text().splitlines()
-    assert len(rows) == 4 and rows[0].startswith("0F0,") and "stage=4" in capsys.readouterr().out
+    assert len(rows) == 4
+    assert rows[0].startswith("0F0,")
+    assert "stage=4" in capsys.readouterr().out
 
 
 def run_blocks(_: Any, folder: str) -> str:

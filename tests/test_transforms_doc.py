@@ -19,7 +19,8 @@ PAGE = doc("transforms")
 
 @on_ranks(1, 2)
 def test_the_code_runs(mesh: Any) -> None:
-    own, state = batch(mesh.get_rank()), ya.init(model(), TX, mesh=mesh)
+    own = batch(mesh.get_rank())
+    state = ya.init(model(), TX, mesh=mesh)
     names = {"ya": ya, "optree": optree, "loss_fn": loss, "batch": own, "state": state}
     names["world"] = mesh.size()
     exec(CODE, names)

@@ -48,7 +48,8 @@ from yafsdp_fn.util.randomness import VisitCounter, counting
 pytestmark = pytest.mark.filterwarnings("ignore:Attempted to insert a get_attr Node")  # torch's, of linearize
 
 Tree = Any
-BOUND, ROWS = 1e-12, 3
+BOUND = 1e-12
+ROWS = 3
 DOUBLE = ya.Precision(torch.float64)
 LossOf = Callable[[Tree, Batch], Tensor]
 Within = Callable[[], contextlib.AbstractContextManager[None]]
@@ -61,7 +62,8 @@ class Loss:
     """
 
     def __init__(self, loss: LossOf, batches: Sequence[Batch], within: Sequence[Within] = ()) -> None:
-        self._loss, self._batches = loss, batches
+        self._loss = loss
+        self._batches = batches
         self._within = within or [contextlib.nullcontext] * len(batches)
 
     def __call__(self, p: Tree) -> Tensor:
@@ -270,7 +272,9 @@ class Setting:
     """
 
     def __init__(self, mesh: Any, name: str, kind: str = "", *, layers: int = 2, same_data: bool = False) -> None:
-        tree, ranks, here = abstract(name, layers), range(mesh.size()), slice(mesh.get_rank(), mesh.get_rank() + 1)
+        tree = abstract(name, layers)
+        ranks = range(mesh.size())
+        here = slice(mesh.get_rank(), mesh.get_rank() + 1)
         params = ya.init(tree, TX, mesh=mesh, precision=DOUBLE).params
         marked = optree.tree_map(Tensor.double, plain(tree))
         self.sharded = params, ya.normal_like(1, params), ya.normal_like(2, params)
@@ -318,7 +322,8 @@ def of_a_loss(mesh: Any, names: Iterable[str], transforms: Iterable[str], kind: 
         s = Setting(mesh, name, kind, **how)
         for transform in transforms:
             same = s.own if transform in NUMBERS else s.mean
-            run, expected = partial(EVERY[transform], s.loss, *s.sharded), partial(plain_of[transform], same, *s.plain)
+            run = partial(EVERY[transform], s.loss, *s.sharded)
+            expected = partial(plain_of[transform], same, *s.plain)
             bound = 0.0 if (transform, mesh.size()) == ("value", 1) else BOUND
             expect(transform, run, expected, refused, bound)
 
@@ -330,14 +335,16 @@ OTHER = ["jvp of grad", "grad of grad", "value", "jvp", "jvp of jvp", "per-examp
 REGULAR = ["a regulariser", "along its gradient"]
 
 VISITS = ["base", "tied", "stacks", "pairs", "units", "pinned", "rich", "unrolled", "twice", "part"]
-SOME, TWO = ["base", "rich", "twice"], ["tied", "rich"]
+SOME = ["base", "rich", "twice"]
+TWO = ["tied", "rich"]
 
 
 def row(of: Any, what: str, world: int, axes: str, names: list[str], transforms: Iterable[str], **how: Any) -> Any:
     return of(world, axes, names, [*transforms], how, id=f"{world} {axes}, {what}")
 
 
-by_day, by_night = partial(row, pytest.param), partial(row, nightly)
+by_day = partial(row, pytest.param)
+by_night = partial(row, nightly)
 STACKS: dict[str, Any] = {"layers": 1}  # the second stack is a layer longer
 
 
@@ -405,7 +412,8 @@ def test_in_a_step(mesh: Any, name: str) -> None:
     (p, u, v), (plain_p, plain_u, plain_v) = s.sharded, s.plain
     refused = (ON_RANKS if mesh.size() > 1 else {}) | IN_A_STEP
     for transform, of in TRANSFORMS.items():
-        loss, traces = of_step(s.loss, u, v, of), list[Trace]()
+        loss = of_step(s.loss, u, v, of)
+        traces = list[Trace]()
         on_plain = cache(partial(tf.grad(of_step(s.mean, plain_u, plain_v, PLAIN[transform])), plain_p))
         first = ya.grad(loss, schedule=noting(ya.schedules.zero3(remat="none"), traces))
         expect(transform, partial(again, first, p), lambda of=on_plain: 2 * [of()], refused, BOUND)
@@ -431,13 +439,10 @@ def test_dropout_in_a_step(mesh: Any) -> None:
 
 # ---- what it costs
 
-COSTS = {
-    "the loss": lambda f, p, u: f(p),
-    "grad": lambda f, p, u: tf.grad(f)(p),
-    "jvp": lambda f, p, u: tf.jvp(f, (p,), (u,)),
-    "grad of jvp": lambda f, p, u: tf.grad(lambda q: tf.jvp(f, (q,), (u,))[1])(p),
-    "vjp of grad": lambda f, p, u: tf.vjp(tf.grad(f), p)[1](u),
-    "jvp of grad": lambda f, p, u: tf.jvp(tf.grad(f), (p,), (u,)),
+COSTS: dict[str, Transform] = {
+    "the loss": EVERY["value"],
+    "grad of jvp": lambda f, p, u, v: tf.grad(lambda q: tf.jvp(f, (q,), (u,))[1])(p),
+    **{name: TRANSFORMS[name] for name in ("grad", "jvp", "vjp of grad", "jvp of grad")},
 }
 
 
@@ -460,7 +465,7 @@ def costs(mesh: Any, layers: int) -> dict[str, list[int]]:
     for name, run in COSTS.items():
         runs = 0
         with recorded() as calls:
-            run(loss, p, ya.normal_like(1, p))
+            run(loss, p, ya.normal_like(1, p), None)
         kinds = [call.kind for call in calls]
         found[name] = [kinds.count("gather"), kinds.count("reduce"), runs]
     return found

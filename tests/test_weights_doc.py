@@ -47,7 +47,8 @@ def mean_of(*trees: Any) -> Any:
 
 def trained(oracle: Plain, loss: Any, tx: Any = TX, state: Any = None) -> list[ya.PlainState]:
     """The states after each batch."""
-    step, states = ya.train_step(loss, tx), [oracle.state if state is None else state]
+    step = ya.train_step(loss, tx)
+    states = [oracle.state if state is None else state]
     for own in oracle.batches:
         states.append(step(states[-1], own)[0])
     return states[1:]
@@ -65,7 +66,8 @@ def without_an_optimizer(names: Names, oracle: Plain) -> Names:
     teacher = ya.materialize(model(5), seed=1)
     compare(names["teacher"], teacher, 0, "the teacher")
     answers = names["logits"](teacher, names["batch"]["tokens"]).argmax(-1)
-    assert torch.equal(names["answers"], answers) and not names["answers"].requires_grad
+    assert torch.equal(names["answers"], answers)
+    assert not names["answers"].requires_grad
     step = ya.train_step(names["loss_fn"], TX)
     student, _ = step(names["student"], names["batch"])
     expected, _ = step(ya.PlainState.create(model(5), TX, seed=1), oracle.batches[-1])
@@ -124,7 +126,8 @@ def a_step_inside_a_step(names: Names, oracle: Plain) -> Names:
 
 
 def layer_by_layer(names: Names, oracle: Plain) -> Names:
-    params, teacher = whole(oracle.state.params), ya.materialize(model(), seed=1)
+    params = whole(oracle.state.params)
+    teacher = ya.materialize(model(), seed=1)
     bound = {}
     for name, leaf in params.layers.items():
         norms = leaf.flatten(1).square().sum(1).sqrt()
@@ -181,14 +184,17 @@ CHECKS = {heading: globals()[re.sub(r"\W+", "_", heading.lower())] for heading i
 
 
 def runs(mesh: Any, heading: str, folder: str) -> None:
-    rank, ranks = mesh.get_local_rank(), mesh.size()
+    rank = mesh.get_local_rank()
+    ranks = mesh.size()
     each = [[batch(ranks * step + r) for r in range(ranks)] for step in range(6)]
     names = {"embed": embed, "block": block, "unembed": unembed, "model": model, "mesh": mesh, "tx": TX}
     names |= {"folder": f"{folder}/{heading}", "batch": each[-1][rank], "batches": [own[rank] for own in each[3:]]}
     exec(SETUP, names)
-    state, snapshots = ya.init(model(), TX, mesh=mesh), []
+    state = ya.init(model(), TX, mesh=mesh)
+    snapshots = []
     expected = ya.PlainState.create(model(), TX)
-    step, first = ya.train_step(names["loss_fn"], TX), None
+    step = ya.train_step(names["loss_fn"], TX)
+    first = None
     for own in each[:3]:
         state, _ = step(state, own[rank])
         expected, _ = step(expected, joined(own))
@@ -235,7 +241,9 @@ def apart(params: Any, tokens: Tensor) -> Tensor:
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_second_state_inside_of_a_step_is_exact(mesh: Any, inside: bool) -> None:
     """The teacher is the average of the student so far. inside: with updates in the program, and microbatches"""
-    rank, ranks, wide = mesh.get_local_rank(), mesh.size(), ya.Precision(torch.float64)
+    rank = mesh.get_local_rank()
+    ranks = mesh.size()
+    wide = ya.Precision(torch.float64)
     state = ya.init(model(), TX, mesh=mesh, precision=wide)
     expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, plain(model())), TX)
     teacher = ya.init(model(), mesh=mesh, seed=1, precision=wide).params
@@ -248,7 +256,8 @@ def test_a_second_state_inside_of_a_step_is_exact(mesh: Any, inside: bool) -> No
         state, _ = step(state, each[rank] | {"teacher": teacher})
         # the plain step has one microbatch: a plain teacher would be cut along with the batch
         expected, _ = oracle(expected, joined(each) | {"teacher": plain_teacher})
-        teacher, plain_teacher = mean_of(teacher, state.params), mean_of(plain_teacher, whole(expected.params))
+        teacher = mean_of(teacher, state.params)
+        plain_teacher = mean_of(plain_teacher, whole(expected.params))
     compare(state, expected.params, 1e-12, "the student")
     compare(teacher, plain_teacher, 1e-12, "the teacher")
 
@@ -258,7 +267,8 @@ def test_a_second_state_inside_of_a_step_is_exact(mesh: Any, inside: bool) -> No
 
 def test_weights_of_another_state_are_copied_into_the_place_of_ones_own() -> None:
     one, two = (ya.init(model(), mesh=one_rank(), seed=seed) for seed in (0, 1))
-    evaluate, mixed = ya.eval_step(loss), one.params._replace(head=two.params.head)
+    evaluate = ya.eval_step(loss)
+    mixed = one.params._replace(head=two.params.head)
     with pytest.raises(ValueError, match=r"'head' is of another state than 'embed': .*copy them into its place"):
         evaluate(mixed, batch())
     head = optree.tree_map(lambda own, other: other.clone(), one.params.head, two.params.head)

@@ -49,10 +49,12 @@ def test_wheel_and_sdist_hold_the_library_its_licence_and_its_name(built: tuple[
         (metadata,) = (packed.read(name) for name in names if name.endswith(".dist-info/METADATA"))
         assert any(name.endswith("licenses/LICENSE") for name in names)
     said = message_from_bytes(metadata)
-    assert (said["Name"], said["Version"]) == (PROJECT["name"], PROJECT["version"])
+    assert said["Name"] == PROJECT["name"]
+    assert said["Version"] == PROJECT["version"]
     assert said["License-Expression"] == PROJECT["license"]
     needed = {line for line in said.get_all("Requires-Dist", []) if "extra ==" not in line}
-    assert len(needed) == len(PROJECT["dependencies"]) and any(line.startswith("torch>=") for line in needed)
+    assert len(needed) == len(PROJECT["dependencies"])
+    assert any(line.startswith("torch>=") for line in needed)
     with tarfile.open(sdist) as packed_source:
         inside = {name.split("/", 1)[1] for name in packed_source.getnames()}
     assert files | {"README.md", "LICENSE", "pyproject.toml"} <= inside
@@ -102,13 +104,16 @@ def test_the_first_code_of_the_readme_runs_on_the_wheel_and_what_it_asks_for(
     alone = {"cwd": tmp_path, "env": environment | {"CUDA_VISIBLE_DEVICES": ""}, "capture_output": True, "text": True}
     look = "import importlib.util, yafsdp_fn; print(yafsdp_fn.__file__, importlib.util.find_spec('pytest'))"
     where, other = subprocess.run([python, "-c", look], **alone).stdout.split()
-    assert Path(where).is_relative_to(site) and other == "None"
+    assert Path(where).is_relative_to(site)
+    assert other == "None"
     ran = subprocess.run([python, "first.py"], **alone)
     assert ran.returncode == 0, ran.stderr
     losses = re.findall(r"^(\d) ranks: (\d+\.\d+)$", ran.stdout, re.M)
-    assert [ranks for ranks, _ in losses] == ["1", "2"] and 4 < float(losses[0][1]) < 7
+    assert [ranks for ranks, _ in losses] == ["1", "2"]
+    assert 4 < float(losses[0][1]) < 7
     assert float(losses[0][1]) == pytest.approx(float(losses[1][1]), abs=2e-4)
-    assert "program of" in ran.stdout and "gather layers[7] -> slot" in ran.stdout
+    assert "program of" in ran.stdout
+    assert "gather layers[7] -> slot" in ran.stdout
     assert "loaded: [0, 0]" in ran.stdout and not ran.stderr, ran.stderr
     (tmp_path / "my_model.py").write_text(MODEL)
     plan = ["plan", "my_model:loss", "my_model:params", "my_model:batch", "--ranks", "16", "--cluster", "a100-80g"]

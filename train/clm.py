@@ -37,7 +37,7 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
 
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
         params = models.of(model).params(model, pin_norms=config.sharding.pin_norms, **axes.options)
-        params = setup.travelling(params, config.sharding.int8)
+        params = setup.travelling(params, config.sharding.wire)
         precision, stages = setup.precision(config.sharding), setup.assignment(config, model, params)
         return ya.init(params, tx, mesh=mesh, seed=config.seed, precision=precision, stages=stages)
 

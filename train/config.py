@@ -280,9 +280,9 @@ class Sharding:
     """Dtype of gradients on the wire."""
     accumulate: bool = False
     """Sum bfloat16 gradients in float32, in the order of ranks."""
-    int8: Literal["none", "gathers", "both", "stochastic"] = "none"
-    """Parts of the layers' matrices that travel in int8: weights, or weights and gradients, rounded to the nearest
-    number or stochastically (docs/formats.md)."""
+    wire: Literal["none", "int8", "int8-both", "int8-stochastic", "float8"] = "none"
+    """Format in which the layers' matrices travel (docs/formats.md). int8: weights, or weights and gradients, rounded
+    to the nearest number or stochastically. float8: weights, which multiply so, too."""
 
     def __post_init__(self) -> None:
         counts(self, "sharding.", replicate=1, local=0, microbatches=1, chunks=1)

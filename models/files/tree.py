@@ -192,15 +192,16 @@ def save(
             except Exception as error:
                 failed.append(error)
 
-    def write(prefix: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor]) -> None:
+    def write(prefix: str, shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Any]) -> None:
         if weights.keys() != shapes.keys():
             raise ValueError(f"{prefix}*: expected the tensors {sorted(shapes)} of the config, got {sorted(weights)}")
         for key, shape in shapes.items():
             if weights[key].shape != shape:
                 got = tuple(weights[key].shape)
                 raise ValueError(f"{prefix}{key} has shape {got}, the config makes it {shape}; pass the one it has")
-            form = forms.get(key, as_it_is(key))
-            for name, tensor in zip(form.names, form.split(weights[key]), strict=True):
+            form, weight = forms.get(key, as_it_is(key)), weights[key]
+            whole = weight if isinstance(weight, Tensor) else weight.merged()
+            for name, tensor in zip(form.names, form.split(whole), strict=True):
                 tensor = tensor if dtype is None else tensor.to(dtype)
                 on_rank_0(functools.partial(Writer.add, name=prefix + name, tensor=tensor))
 
@@ -214,7 +215,7 @@ def save(
             write(at, {key: leaf.shape for key, leaf in leaves.items()}, ya.params.without_markers(ya.unshard(unit)))
         count, shapes = itertools.count(), {key: leaf.shape[1:] for key, leaf in abstract.layers.tree.items()}
 
-        def write_layer(weights: Mapping[str, Tensor]) -> None:
+        def write_layer(weights: Mapping[str, Any]) -> None:
             if (layer := next(count)) < config.layers:
                 write(prefix.layers.format(layer=layer), shapes, weights)
 

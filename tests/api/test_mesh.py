@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,18 @@ def test_without_torchrun_there_is_one_rank() -> None:
     assert device_of(mesh) == torch.device("cpu")
     again = ya.mesh(device="cpu", shard=1)
     assert again.size() == 1 and again == mesh
+
+
+def _size_under_srun() -> int:
+    for name in ("WORLD_SIZE", "RANK"):
+        del os.environ[name]
+    os.environ["SLURM_STEP_NUM_TASKS"] = "2"
+    with pytest.warns(UserWarning, match=r"by SLURM_STEP_NUM_TASKS there are several processes, .* trains alone"):
+        return ya.mesh(device="cpu").size()
+
+
+def test_processes_of_another_launcher_without_ranks_are_told_that_each_is_alone() -> None:
+    assert ya.launch(_size_under_srun, ranks=2) == [1, 1]
 
 
 @pytest.mark.parametrize(

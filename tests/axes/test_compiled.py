@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import yafsdp_fn as ya
@@ -14,21 +13,17 @@ from models import llama
 from tests.axes.model import mesh_of
 from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import SEQUENCE, Case, batch_of, config_of, wide
-from tests.axes.test_transforms import mlp_params
+from tests.axes.test_transforms import drawn, mlp_params, network
 from tests.harness.groups import outcome
 from tests.harness.pool import on_ranks
 from yafsdp_fn.schedules import zero3
 
 
 def mlp(w: Any, x: Tensor) -> Tensor:
-    x = x + ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")
-    x = x + ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")
+    for _ in range(2):
+        x = x + ya.psum(network(x, w["up"], w["down"]), "tensor")
     every: Tensor = ya.all_gather(x, "tensor", axis=0, tiled=True) / ya.axis_size("tensor")
     return every.square().sum()
-
-
-def drawn() -> Tensor:
-    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
 def loss_with(block: Any) -> Any:
@@ -38,7 +33,7 @@ def loss_with(block: Any) -> Any:
 def whole_mlp(w: Any, x: Tensor) -> Tensor:
     """What it is of whole weights: two ranks have the same x."""
     for _ in range(2):
-        x = x + F.linear(torch.tanh(F.linear(x, w["up"])), w["down"])
+        x = x + network(x, w["up"], w["down"])
     return x.square().sum() / 2
 
 

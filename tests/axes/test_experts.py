@@ -20,8 +20,10 @@ from tests.axes.test_exact import FLOAT64, close
 from tests.axes.test_llama import EXPERT, SIZE, Case, S, batch_of, config_of, exact, on_their_ranks, wide
 from tests.harness.pool import Pool, on_ranks
 
-TENSOR, SEQUENCE = Axes(expert=True, tensor=True), Axes(expert=True, tensor=True, sequence=True)
-CONTEXT, ALL = Axes(expert=True, context=True), Axes(expert=True, tensor=True, sequence=True, context=True)
+TENSOR = Axes(expert=True, tensor=True)
+SEQUENCE = Axes(expert=True, tensor=True, sequence=True)
+CONTEXT = Axes(expert=True, context=True)
+ALL = Axes(expert=True, tensor=True, sequence=True, context=True)
 ROUTER: dict[str, Any] = {"experts": 4, "router_loss": True, "router_coef": 0.1, "router_z_coef": 0.01}
 
 

@@ -28,8 +28,10 @@ from yafsdp_fn.schedules import assign, one_f_one_b, zero3
 SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
 S, ROWS, STEPS = 16, 4, 3
 
-TENSOR, SEQUENCE = Axes(tensor=True), Axes(tensor=True, sequence=True)
-CONTEXT, ALL = Axes(context=True), Axes(tensor=True, sequence=True, context=True)
+TENSOR = Axes(tensor=True)
+SEQUENCE = Axes(tensor=True, sequence=True)
+CONTEXT = Axes(context=True)
+ALL = Axes(tensor=True, sequence=True, context=True)
 EXPERT = Axes(expert=True)
 
 

@@ -3,7 +3,6 @@ loop; merged, in checkpoints and in files it is as without axes."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,11 @@ import yafsdp_fn as ya
 from models import hf, llama
 from models.parts.axes import NONE, Axes
 from tests.axes.test_exact import FLOAT64, close
-from tests.axes.test_llama import FAMILIES, SEQUENCE, SIZE, TENSOR, Case, S, config_of, optimizer, trained, wide
+from tests.axes.test_llama import FAMILIES, SEQUENCE, TENSOR, Case, batch_of, config_of, optimizer, trained, wide
 from tests.axes.test_states import equal
+from tests.harness.marks import nightly
 from tests.harness.pool import on_ranks
+from tests.modules.test_lora_on_ranks import begun, every_matrix
 from yafsdp_fn.checkpoint import load, save
 
 LLAMA = Case({}, TENSOR)
@@ -26,24 +27,17 @@ CONFIG = config_of(LLAMA)
 WITHOUT = ya.params.without_markers
 
 
-def every_matrix(path: str, param: ya.Param) -> bool:
-    """Those of layers, the embedding and the head."""
-    return len(param.shape) == 2
-
-
 def adapted(case: Case, axes: Axes, dtype: Any = None, where: Any = every_matrix) -> Any:
     """The model with adapters that are not zero."""
-
-    def begun(node: Any) -> Any:
-        if not isinstance(node, ya.LowRank):
-            return node
-        a, b = (dataclasses.replace(each, dtype=torch.float64) for each in (node.a, node.b))
-        return dataclasses.replace(node, a=a, b=dataclasses.replace(b, init=ya.params.initializers.normal(0.3)))
-
+    whole = wide(FAMILIES[case.family].params(config_of(case), **axes.options))
     tree = ya.lora(
-        wide(FAMILIES[case.family].params(config_of(case), **axes.options)), 3, where, alpha=4.0, dtype=dtype
+        whole,
+        3,
+        where,
+        alpha=4.0,
+        dtype=dtype,
     )
-    return optree.tree_map(begun, tree, is_leaf=lambda node: isinstance(node, ya.LowRank))
+    return begun(tree, torch.float64)
 
 
 @functools.cache
@@ -57,7 +51,20 @@ def whole(tree: Any) -> Any:
     return optree.tree_map(torch.Tensor.double, WITHOUT(ya.unshard(tree)))
 
 
-def exact(_: Any, case: Case, dtype: Any) -> None:
+GPT2 = Case({"tensor": 2}, TENSOR, family="gpt2")
+"""Queries, keys and values are blocks of one matrix."""
+CASES = [
+    pytest.param(2, Case({"tensor": 2}, SEQUENCE), None, id="float64"),
+    pytest.param(2, Case({"tensor": 2}, TENSOR), torch.int8, id="int8"),
+    pytest.param(2, GPT2, None, id="blocks"),
+    pytest.param(2, GPT2, torch.int8, id="blocks in int8"),
+    nightly(4, Case({"shard": 2, "tensor": 2}, SEQUENCE), None, id="on four ranks"),
+]
+
+
+@on_ranks()
+@pytest.mark.parametrize(("world", "case", "dtype"), CASES)
+def test_pairs_of_split_matrices(_: Any, case: Case, dtype: Any) -> None:
     mesh = ya.mesh(device="cpu", **case.mesh)
     axes = case.axes
     state = ya.init(adapted(case, axes, dtype), optimizer(), mesh=mesh, precision=FLOAT64)
@@ -72,31 +79,6 @@ def exact(_: Any, case: Case, dtype: Any) -> None:
     assert {"layers", "layers.split(tensor)"} <= names  # pairs are split on one side
 
 
-CASES = {
-    "float64": (Case({"tensor": 2}, SEQUENCE), None),
-    "int8": (Case({"tensor": 2}, TENSOR), torch.int8),
-    "blocks": (Case({"tensor": 2}, TENSOR, family="gpt2"), None),  # queries, keys and values in one
-    "blocks in int8": (Case({"tensor": 2}, TENSOR, family="gpt2"), torch.int8),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(("case", "dtype"), CASES.values(), ids=CASES)
-def test_pairs_of_split_matrices(mesh: Any, case: Case, dtype: Any) -> None:
-    exact(mesh, case, dtype)
-
-
-@on_ranks(4)
-@pytest.mark.nightly
-def test_on_four_ranks(mesh: Any) -> None:
-    exact(mesh, Case({"shard": 2, "tensor": 2}, SEQUENCE), None)
-
-
-def batch() -> Any:
-    tokens = torch.randint(SIZE["vocab"], (4, S), generator=torch.Generator().manual_seed(1))
-    return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
-
-
 @on_ranks(2)
 def test_checkpoints_merging_and_files(_: Any, tmp_path: Path) -> None:
     """Trained, saved and loaded on other axes; merged; as files of transformers and peft; from tensors."""
@@ -108,7 +90,7 @@ def test_checkpoints_merging_and_files(_: Any, tmp_path: Path) -> None:
     state = ya.init(tree, tx, mesh=mesh)
     again = ya.shard(WITHOUT(ya.materialize(tree)), like=tree, mesh=mesh)
     equal(again.params, state.params)
-    state, _ = ya.train_step(llama.loss(CONFIG, axes=TENSOR), tx)(state, batch())
+    state, _ = ya.train_step(llama.loss(CONFIG, axes=TENSOR), tx)(state, batch_of(0))
     save(f"{folder}/run", state)
     plain = load(f"{folder}/run", ya.init(tree, tx, mesh=alone))[0]
     equal(plain.params, state.params)

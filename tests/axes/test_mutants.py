@@ -153,7 +153,8 @@ def judge(pool: Pool, how: str, at: int, ranks: Sequence[int], axes: dict[str, i
                 assert outcome.startswith("waited: "), outcome
 
 
-TENSOR, BOTH = {"tensor": 2}, {"context": 2, "tensor": 2}
+TENSOR = {"tensor": 2}
+BOTH = {"context": 2, "tensor": 2}
 DAILY = [
     ("swapped", LATER, [1], TENSOR, "none"),
     ("the last left out", LATER, [0, 1], TENSOR, "all"),

@@ -67,25 +67,6 @@ def leaves(tree: Any) -> dict[str, Tensor]:
     return {path: leaf.double() for path, leaf in named_leaves(WITHOUT(tree))}
 
 
-def trained(_: Any, axes: dict[str, int], names: tuple[str, ...], folder: str = "") -> None:
-    mesh = mesh_of(**axes)
-    for name in names:
-        tx = TXS[name]
-        want = plain(name)
-        for update in (False, True)[: 1 + (optim.why_not_unitwise(tx) is None)]:
-            step = ya.train_step(loss_of(), tx, schedule=zero2(update=update))
-            state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
-            for number in range(STEPS):
-                state, _ = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
-            close(state, want.params, f"{name}: parameters")
-            compared(state, want, name)
-        if folder:
-            save(f"{folder}/{name}", state)
-            for other in ({}, {"expert": 2, "context": 2}):
-                again = load(f"{folder}/{name}", ya.init(params(), tx, mesh=mesh_of(**other), precision=FLOAT64))[0]
-                compared(again, want, name)
-
-
 def compared(state: Any, want: Any, name: str) -> None:
     got = leaves(ya.unshard(state.opt_state))
     wanted = leaves(want.opt_state)
@@ -109,10 +90,25 @@ SOME = ("muon", "soap", "two rounds", "foreign, whole trees")
     ],
 )
 def test_updates_and_states_are_those_of_the_plain_loop(
-    mesh: Any, axes: dict[str, int], names: tuple[str, ...], kept: bool, tmp_path: Path
+    _: Any, axes: dict[str, int], names: tuple[str, ...], kept: bool, tmp_path: Path
 ) -> None:
     """kept: in checkpoints, too, which are loaded on other axes"""
-    trained(mesh, axes, names, str(tmp_path) if kept else "")
+    mesh = mesh_of(**axes)
+    for name in names:
+        tx = TXS[name]
+        want = plain(name)
+        for update in (False, True)[: 1 + (optim.why_not_unitwise(tx) is None)]:
+            step = ya.train_step(loss_of(), tx, schedule=zero2(update=update))
+            state = ya.init(params(), tx, mesh=mesh, precision=FLOAT64)
+            for number in range(STEPS):
+                state, _ = step(state, ya.shard_batch(batch_of(number), mesh, split={"context": 1}))
+            close(state, want.params, f"{name}: parameters")
+            compared(state, want, name)
+        if kept:
+            save(f"{tmp_path}/{name}", state)
+            for other in ({}, {"expert": 2, "context": 2}):
+                again = load(f"{tmp_path}/{name}", ya.init(params(), tx, mesh=mesh_of(**other), precision=FLOAT64))[0]
+                compared(again, want, name)
 
 
 def sent(_: Any, axes: dict[str, int]) -> tuple[int, int]:

@@ -26,7 +26,8 @@ MESHES: list[tuple[type[Exception], str, dict[str, int]]] = [
 ]
 
 
-def meshes(_: Any) -> None:
+@on_ranks(2)
+def test_meshes(_: Any) -> None:
     for kind, text, axes in MESHES:
         with pytest.raises(kind, match=text):
             ya.mesh(device="cpu", **axes)
@@ -66,23 +67,19 @@ STATES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def states(_: Any) -> None:
+@on_ranks(2)
+def test_states(_: Any) -> None:
     mesh = mesh_of(tensor=2)
     for text, make in STATES.items():
         with pytest.raises(ValueError, match=text):
             make(mesh)
 
 
-def calls(_: Any) -> None:
+@on_ranks(2)
+def test_calls(_: Any) -> None:
     of = Options()
     state = ya.init(params(of), ya.optim.sgd(0.1), mesh=mesh_of(tensor=2))
     with pytest.raises(RuntimeError, match=r"embed: a loss or function of its own on a mesh .*functional_loss"):
         loss_of(of)(state.params, batch_of(0))
     loss = ya.functional_loss(loss_of(of))(state.params, batch_of(0))  # as the error says
     assert loss.isfinite()
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("function", [meshes, states, calls])
-def test_refused_by_name(mesh: Any, function: Any) -> None:
-    function(mesh)

@@ -88,7 +88,7 @@ def test_whole_values_go_in_and_come_out(_: Any, name: str) -> None:
     close(ya.eval_step(loss_of(OF))(state, batch)["loss"], plain_loss, "evaluation")
 
 
-def trained(state: Any, split: bool = True) -> Any:
+def trained(state: Any) -> Any:
     step = ya.train_step(loss_of(OF), optimizer())
     for number in range(2):
         state, _ = step(state, ya.shard_batch(batch_of(number), state.mesh, split={"context": 1}))
@@ -178,11 +178,6 @@ def test_a_damaged_description_is_told(_: Any, tmp_path: Path) -> None:
         load(tmp_path, ya.init({"a": {"w": ya.Param((4, 6))}}, mesh=mesh), step=0)
 
 
-def _gathers(program: Any) -> list[Any]:
-    ops = [op for op in program.ops if isinstance(op, Gather)]
-    return [program.trace.units[unit] for op in ops for unit in op.units]
-
-
 @on_ranks(4)
 def test_programs_know_the_ranks_of_units(_: Any) -> None:
     state = made(shard=2, tensor=2)
@@ -202,7 +197,8 @@ def test_programs_know_the_ranks_of_units(_: Any) -> None:
     assert trace.ranks_of(layers["layers[0]"]) == 4
     # half of each leaf in a vector over two ranks, all of it in one over four
     assert split.numel == (3 * 16 * 16 - 16 * 16) // 2 + 16 * 16 // 2
-    gathered = sum(unit.gather_bytes // trace.ranks_of(unit) * (trace.ranks_of(unit) - 1) for unit in _gathers(program))
+    gathers = [trace.units[unit] for op in program.ops if isinstance(op, Gather) for unit in op.units]
+    gathered = sum(unit.gather_bytes // trace.ranks_of(unit) * (trace.ranks_of(unit) - 1) for unit in gathers)
     assert program.wire_bytes()["gather"] == gathered
     trace_again, stages = from_json(to_json(trace, program.stages))
     assert type(program)(trace_again, *stages).fingerprint() == program.fingerprint()

@@ -22,12 +22,21 @@ from yafsdp_fn.schedules import Backward, Forward, Program, Trace, zero3
 from yafsdp_fn.timeline.timeline import Timeline
 
 
-def traced(_: Any, axes: dict[str, int], of: Options) -> Trace:
-    """On fake tensors, from a state."""
+def step_of(of: Options, **options: Any) -> Any:
+    return ya.train_step(loss_of(of), optim.sgd(0.1), **options)
+
+
+def begun(axes: dict[str, int], of: Options) -> tuple[ya.ShardedState, Any]:
+    """A state, and this rank's part of a batch."""
     mesh = mesh_of(**axes)
     state = ya.init(params(of), optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
-    cut = ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
-    return ya.train_step(loss_of(of), optim.sgd(0.1)).trace(state, cut)
+    return state, ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
+
+
+def traced(_: Any, axes: dict[str, int], of: Options) -> Trace:
+    """On fake tensors, from a state."""
+    trace: Trace = step_of(of).trace(*begun(axes, of))
+    return trace
 
 
 def words(calls: Collectives) -> list[str]:
@@ -75,27 +84,25 @@ def test_they_are_printed_and_part_of_what_ranks_compare(pools: Pools) -> None:
     line = "in layers[0] to layers[1]: 2 x ppermute context (2.0 KiB); backward: 2 x ppermute context (2.0 KiB)"
     assert line in str(program).splitlines()
     assert Program.from_json(program.to_json()) == program
-    changes: list[tuple[Any, bool]] = []
-    for visit in here.visits[1:2]:
-        one, two = visit.collectives
-        for calls, same in (
-            ((one,), False),
-            ((one, one, two), False),
-            ((one._replace(kind="psum"), two), False),
-            ((one._replace(nbytes=1), two), True),  # as batches are
-        ):
-            changes.append((visit._replace(collectives=calls), same))
-    for visit, same in changes:
-        other = program.with_trace(here._replace(visits=(here.visits[0], visit, *here.visits[2:])))
+    first, visit, *rest = here.visits
+    one, two = visit.collectives
+    for calls, same in (
+        ((one,), False),
+        ((one, one, two), False),
+        ((one._replace(kind="psum"), two), False),
+        ((one._replace(nbytes=1), two), True),  # as batches are
+    ):
+        changed = visit._replace(collectives=calls)
+        other = program.with_trace(here._replace(visits=(first, changed, *rest)))
         assert (other.fingerprint() == program.fingerprint()) == same
-    own = here._replace(between=(Between(-1, here.visits[1].collectives[:1], ()),))
+    own = here._replace(between=(Between(-1, (one,), ()),))
     assert program.with_trace(own).fingerprint() != program.fingerprint()
     wrong = program.with_trace(here._replace(between=(Between(4, (), ()),)))
     with pytest.raises(ValueError, match=r"trace.between\[0\].after: expected -1 or one of the 4 visits, got 4"):
         Program.from_json(wrong.to_json())
-    foreign = here.visits[1]._replace(collectives=(here.visits[1].collectives[0]._replace(axis="tensro"),))
+    foreign = visit._replace(collectives=(one._replace(axis="tensro"),))
     with pytest.raises(ValueError, match=r"trace.visits\[1\]: ppermute over 'tensro' of 2048 bytes; axes are context"):
-        Program.from_json(program.with_trace(here._replace(visits=(here.visits[0], foreign))).to_json())
+        Program.from_json(program.with_trace(here._replace(visits=(first, foreign))).to_json())
 
 
 SLOW = Cluster(
@@ -148,15 +155,13 @@ def test_a_ring_over_nodes(pools: Pools) -> None:
 )
 def test_a_step_finds_the_same(_: Any, axes: dict[str, int], of: Options) -> None:
     """Of one state, on fake tensors and from a step; the program goes on from a checkpoint's text, too."""
-    mesh = mesh_of(**axes)
-    state = ya.init(params(of), optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
-    cut = ya.shard_batch(batch_of(0), mesh, split={"context": 1}, zigzag=of.zigzag)
-    step = ya.train_step(loss_of(of), optim.sgd(0.1), microbatches=2)
+    state, cut = begun(axes, of)
+    step = step_of(of, microbatches=2)
     faked = step.trace(state, cut)
     state, _ = step(state, cut)
     found = step.program(state)
-    again = ya.train_step(loss_of(of), optim.sgd(0.1), microbatches=2, schedule=Program.from_json(found.to_json()))
-    lowered = ya.train_step(loss_of(of), optim.sgd(0.1), microbatches=2, schedule=zero3()(faked))
+    again = step_of(of, microbatches=2, schedule=Program.from_json(found.to_json()))
+    lowered = step_of(of, microbatches=2, schedule=zero3()(faked))
     for other in (step, again, lowered) * 2:
         state, _ = other(state, cut)
     found = found.trace
@@ -237,12 +242,11 @@ def test_sizes_are_those_of_the_batch(_: Any) -> None:
 
 
 def recorded(_: Any) -> str:
-    mesh = mesh_of(tensor=2)
-    state = ya.init(params(SEQUENCE), optim.sgd(0.1), mesh=mesh, precision=FLOAT64)
-    step = ya.train_step(loss_of(SEQUENCE), optim.sgd(0.1), schedule=zero3(remat="all"))
-    state, _ = step(state, batch_of(0))
+    state, batch = begun({"tensor": 2}, SEQUENCE)
+    step = step_of(SEQUENCE, schedule=zero3(remat="all"))
+    state, _ = step(state, batch)
     with ya.timeline.record() as recording:
-        step(state, batch_of(0))
+        step(state, batch)
     return recording.timeline().to_json()
 
 

@@ -59,12 +59,20 @@ def test_derivatives_by_example(_: Any, axes: dict[str, int]) -> None:
 # ---- a step whose loss has a derivative inside
 
 
+def drawn() -> Tensor:
+    return torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def network(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return F.linear(torch.tanh(F.linear(x, up)), down)
+
+
 def penalised(p: Any, x: Tensor) -> Tensor:
     """A loss with the square of a gradient: of the input, by torch.func, through a psum. A derivative in a block is of
     the sum over ranks, which all have the value, and with respect to this rank's own copy of x: docs/axes.md."""
 
     def mlp(w: Any, x: Tensor) -> Tensor:
-        value = ya.psum(F.linear(torch.tanh(F.linear(x, w["up"])), w["down"]), "tensor")
+        value = ya.psum(network(x, w["up"], w["down"]), "tensor")
         slope = grad(lambda x: ya.psum(torch.tanh(F.linear(x, w["up"])).sum(), "tensor"))(x)
         slope = ya.psum(slope, "tensor") / ya.axis_size("tensor")
         return value.square().mean() + slope.square().mean()
@@ -83,7 +91,7 @@ def chunked(p: Any, x: Tensor) -> Tensor:
 
     def mlp(w: Any, x: Tensor) -> Tensor:
         def whole(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-            return ya.psum(F.linear(torch.tanh(F.linear(x, up)), down), "tensor")
+            return ya.psum(network(x, up, down), "tensor")
 
         out: Tensor = ya.chunk(whole, 2, in_axes=(0, None, None))(x, w["up"], w["down"])
         return out.square().mean()
@@ -93,7 +101,7 @@ def chunked(p: Any, x: Tensor) -> Tensor:
 
 @on_ranks(2)
 def test_chunks_with_collectives(_: Any) -> None:
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = drawn()
     state = ya.init(mlp_params(), mesh=mesh_of(tensor=2), precision=FLOAT64)
     want = ya.grad(chunked)(ya.PlainState.create(mlp_params(), optim.sgd(0.1)).params, x)
     for schedule in (zero3(), zero3(remat="all")):
@@ -104,7 +112,7 @@ def test_chunks_with_collectives(_: Any) -> None:
 @on_ranks(2)
 def test_a_derivative_inside_of_a_block(_: Any) -> None:
     """All units are split over all ranks: slots are the shards. One step of gradient descent."""
-    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    x = drawn()
     want = ya.PlainState.create(mlp_params(), optim.sgd(0.1))
     state = ya.init(mlp_params(), optim.sgd(0.1), mesh=mesh_of(tensor=2), precision=FLOAT64)
     assert state.memory.weights_alias == {unit.id for unit in state.memory.units}

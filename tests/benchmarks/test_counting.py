@@ -89,6 +89,8 @@ def test_count_of_a_step(tmp_path: Path) -> None:
         return lambda i: weights + 1.0
 
     counts = counting.count(build, CPU, tmp_path / "trace.json", warmup=1, group=1)
-    assert counts.weight_size_allocations == 1 and counts.weight_size_allocated_bytes == 8 * MIB
+    assert counts.weight_size_allocations == 1
+    assert counts.weight_size_allocated_bytes == 8 * MIB
     assert 16 * MIB <= counts.peak_tensor_bytes < 17 * MIB
-    assert counts.peak_memory_bytes > 16 * MIB and counts.collectives == {}
+    assert counts.peak_memory_bytes > 16 * MIB
+    assert counts.collectives == {}

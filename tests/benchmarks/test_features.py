@@ -31,7 +31,8 @@ def small() -> tuple[Any, Any]:
 def test_what_is_switched_off_is_on_again_afterwards() -> None:
     before = (ya.linear, ya.embedding, vars(GlooGroup).copy())
     with switched_off(frozenset({"nolinear", "noexchange"})):
-        assert (ya.linear, ya.embedding) == (F.linear, F.embedding)
+        assert ya.linear == F.linear
+        assert ya.embedding == F.embedding
         assert vars(GlooGroup) != before[2]
     assert (ya.linear, ya.embedding, vars(GlooGroup)) == before
     with switched_off(frozenset()):
@@ -54,11 +55,13 @@ def test_one_compiled_block_serves_all_layers_of_ours_and_of_a_peer(monkeypatch:
         loss = loss_of(names.read(f"zero3-compile{unroll}"), SHAPE)
         found = loss(params, batch)
         assert torch.equal(found.total, plain.total)
-        assert len(made) == 1 and calls == made * SHAPE.layers
+        assert len(made) == 1
+        assert calls == made * SHAPE.layers
         made.clear(), calls.clear()
     module = Llama(SHAPE.llama(), params, fake(llama.block(SHAPE.llama()), dynamic=False))
     assert torch.equal(module(batch["tokens"], batch["targets"]), plain.total / plain.weight)
-    assert len(made) == 1 and calls == made * SHAPE.layers
+    assert len(made) == 1
+    assert calls == made * SHAPE.layers
 
 
 def test_unrolled_layers_are_one_visit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +70,8 @@ def test_unrolled_layers_are_one_visit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ya, "scan", lambda *args, **kwargs: (seen.append(kwargs["unroll"]), scan(*args, **kwargs))[1])
     params, batch = small()
     losses = [loss_of(names.read(name), SHAPE)(params, batch).total for name in ("zero3", "zero3-unroll3")]
-    assert seen == [1, 3] and torch.equal(*losses)
+    assert seen == [1, 3]
+    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize("fused", [True, False])

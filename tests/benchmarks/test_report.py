@@ -139,11 +139,13 @@ def test_a_missed_goal_is_said() -> None:
 def test_names_of_schedules() -> None:
     parsed = schedule_names.parse("zero3-resident2-update-remat-prefetch3")
     assert parsed == ("zero3", {"resident": 2, "update": True, "remat": ya.schedules.remat.all, "prefetch": 3})
-    assert schedule_names.mesh("ddp", 4) == {"replicate": 4, "shard": 1} and schedule_names.mesh("zero3-defer", 4) == {}
+    assert schedule_names.mesh("ddp", 4) == {"replicate": 4, "shard": 1}
+    assert schedule_names.mesh("zero3-defer", 4) == {}
     assert schedule_names.parse("zero3-update-chunk4") == ("zero3", {"update": True, "chunk": 4})
     assert [schedule_names.split(name, 4) for name in ("zero3", "zero3-chunk4")] == [(4, 1), (1, 4)]
     assert schedule_names.mesh("hpz", 8) == {"local": 4}
-    assert all_reducing("hsdp-update", 8) == 2 and all_reducing("ddp", 8) == all_reducing("torch-ddp", 8) == 8
+    assert all_reducing("hsdp-update", 8) == 2
+    assert all_reducing("ddp", 8) == all_reducing("torch-ddp", 8) == 8
 
 
 @pytest.mark.parametrize(
@@ -176,7 +178,8 @@ def test_contenders_that_do_not_fit_together_are_refused() -> None:
     needs = {name: steps.held_bytes(bench, name) for name in bench.contenders}
     assert needs["zero3"] == needs["torch-fsdp2"] < needs["zero1"] < needs["ddp"] == needs["torch-ddp"]
     needed = sum(needs.values()) + 4 * steps.process_bytes(bench)
-    assert steps.too_much(bench, needed) is None and steps.too_much(bench, None) is None
+    assert steps.too_much(bench, needed) is None
+    assert steps.too_much(bench, None) is None
     refusal = steps.too_much(bench, needed - 1)
     more = [steps.held_bytes(bench, name) for name in ("zero3-compile", "zero3-unroll2", "zero3-unroll8-resident2")]
     assert needs["zero3"] == more[0] < more[1] < more[2], "wider slots"
@@ -187,7 +190,8 @@ def test_contenders_that_do_not_fit_together_are_refused() -> None:
     assert steps.too_much(dataclasses.replace(bench, batch=2), needed) is not None, "the activations of more rows"
     parts = [steps.process_bytes(dataclasses.replace(bench, batch=2, microbatches=n)) for n in (1, 2)]
     assert parts[0] > parts[1], "of one microbatch at a time"
-    assert refusal is not None and "several commands that begin with the same --schedules zero3" in refusal
+    assert refusal is not None
+    assert "several commands that begin with the same --schedules zero3" in refusal
 
 
 def event(name: str, ts: float, dims: list[object], kinds: list[str]) -> dict[str, object]:

@@ -20,7 +20,8 @@ from tests.harness.pool import Pools
 
 def losses(mesh: Any, steps: int) -> dict[str, list[float]]:
     """Of this rank. Torch's last stage alone knows the loss, and counts it for all."""
-    ranks, device = mesh.size(), torch.device("cpu")
+    ranks = mesh.size()
+    device = torch.device("cpu")
     shape = dataclasses.replace(SHAPES["tiny"], layers=6, batch=2 * ranks)
     batches = make_batches(shape, steps, seed=0, rank=0, device=device)
     found = {}
@@ -35,7 +36,8 @@ def test_contenders_train_alike(pools: Pools, world: int) -> None:
     every = pools[world].run(losses, 2)
     means = {name: [sum(step) / world for step in zip(*(of[name] for of in every), strict=True)] for name in every[0]}
     first = means["1f1b"]
-    assert len(means) == (4 if world == 2 else 6) and first[0] != first[1]
+    assert len(means) == (4 if world == 2 else 6)
+    assert first[0] != first[1]
     for name, each in means.items():
         assert each == pytest.approx(first, rel=1e-5), name
 
@@ -47,7 +49,9 @@ def test_shown() -> None:
     console = Console(file=io.StringIO(), width=150)
     console.print(*stages.show(Stages(), found))
     text = console.file.getvalue()
-    assert "1.250 MISSED" in text and "1.000 - 2.000" in text and "2 ranks" in text
+    assert "1.250 MISSED" in text
+    assert "1.000 - 2.000" in text
+    assert "2 ranks" in text
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("A", 3), ("A", 6), ("tiny", 4)])

@@ -33,6 +33,15 @@ def test_rank_0_serves_the_store_and_waits_for_nobody(environment: pytest.Monkey
     assert joined["rank"] == 1 and joined["store"].get("key") == b"value"
 
 
+def test_an_environment_that_no_launcher_makes_is_refused(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("RANK", "2")
+    with pytest.raises(RuntimeError, match="RANK=2, WORLD_SIZE=2: expected a rank below WORLD_SIZE"):
+        rendezvous_store(SECONDS)
+    environment.delenv("MASTER_ADDR")
+    with pytest.raises(RuntimeError, match=r"and MASTER_ADDR is not, .* to be alone, unset WORLD_SIZE"):
+        rendezvous_store(SECONDS)
+
+
 def test_a_port_in_use_is_named(environment: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]

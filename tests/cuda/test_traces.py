@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 
 import yafsdp_fn as ya
 from tests.cuda.days import MESHES
@@ -45,3 +47,32 @@ def test_kernels_run_in_steps_and_not_in_traces() -> None:
         for _ in range(3):
             state, _ = step(state, batch())
         assert set(device.launched) >= KERNELS and findings(device.log) == []
+
+
+@in_child_process
+@pytest.mark.parametrize(("side", "of_a_step"), [(16, 3), (8, 0)])
+def test_products_in_float8_are_of_torchs_kernel_in_steps(side: int, of_a_step: int) -> None:
+    """Of slots that nothing overwrites meanwhile; not in traces, and not of sides that the kernel does not take."""
+    params = ya.formats.float8({"layers": ya.Stacked({"up": ya.Param((2, side, side))})})
+    products: list[Any] = []
+    kernel = F.scaled_mm
+
+    def counted(*args: Any, **how: Any) -> torch.Tensor:
+        products.append(args)
+        return kernel(*args, **how)
+
+    def squared(params: Any, x: torch.Tensor) -> torch.Tensor:
+        x, _ = ya.scan(lambda x, w: (x + ya.linear(x, w["up"]), None), x.bfloat16(), params["layers"])
+        return x.square().mean()
+
+    with fake_cuda() as device, rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "scaled_mm", counted)
+        state = ya.init(params, TX, mesh=mesh, precision=PRECISION)
+        step, x = ya.train_step(squared, TX), torch.ones(32, side, device=CUDA)
+        step.lower(state, x)
+        assert products == []
+        state, _ = step(state, x)  # which looks for mistakes, too
+        for _ in range(2):
+            products.clear()
+            state, _ = step(state, x)
+            assert len(products) == of_a_step and findings(device.log) == []

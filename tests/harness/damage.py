@@ -33,7 +33,8 @@ ROOM, SLACK, SECONDS = 256 * 2**20, 2 * 2**20, 5.0
 RUN = ("exec", "compile", "os.system", "os.exec", "os.fork", "subprocess.Popen", "pickle.find_class", "import")
 """Events of Python's audit that no loader may cause."""
 
-DEEP, TWICE = "<deep>", "<twice>"
+DEEP = "<deep>"
+TWICE = "<twice>"
 ODD: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 1.0, 0.5, -0.0, 1e308, 1e-320, float("nan"), float("inf")),
     *(2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64, -(2**63), 10**30, 10**400, 1_000_000),
@@ -65,7 +66,8 @@ def json_damage(good: Any, rng: Random) -> bytes:
 
 def _changed(value: Any, rng: Random) -> Any:
     """`value` with one of the values in it changed: mostly to one that could be there."""
-    place, other = _place(value, rng), _place(value, rng)
+    place = _place(value, rng)
+    other = _place(value, rng)
     if place is None or other is None:
         return rng.choice(ODD)
     (holder, key), (other_holder, other_key) = place, other
@@ -94,7 +96,8 @@ def _place(value: Any, rng: Random) -> tuple[Any, Any] | None:
     found = None
     while isinstance(value, dict | list) and value and (found is None or rng.random() < 0.85):
         key = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
-        found, value = (value, key), value[key]
+        found = (value, key)
+        value = value[key]
     return found
 
 
@@ -142,7 +145,8 @@ def search(
             nbytes = make(Random(f"{name} {number}"))
             seen.clear()
             tracemalloc.reset_peak()
-            before, began = tracemalloc.get_traced_memory()[0], time.process_time()
+            before = tracemalloc.get_traced_memory()[0]
+            began = time.process_time()
             try:
                 load()
                 outcome = "loaded"
@@ -151,7 +155,8 @@ def search(
                 assert 10 < len(str(error)) < 2000 + 4 * nbytes, f"{name} {number}: says {str(error)[:100]!r}"
             except BaseException as error:
                 raise AssertionError(f"{name} {number}: {type(error).__name__}: {str(error)[:300]}") from error
-            took, peak = time.process_time() - began, tracemalloc.get_traced_memory()[1] - before
+            took = time.process_time() - began
+            peak = tracemalloc.get_traced_memory()[1] - before
             assert took < SECONDS, f"{name} {number}: {took:.1f} s"
             assert peak < 2 * nbytes + SLACK, f"{name} {number}: {peak} bytes for an input of {nbytes}"
             assert not seen, f"{name} {number}: {seen[:3]}"

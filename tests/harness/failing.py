@@ -57,7 +57,8 @@ class Fault:
 
     def arm(self, at: int | None) -> None:
         """Starts counting anew."""
-        self.at, self.events = at, []
+        self.at = at
+        self.events = []
 
     def event(self, what: str) -> None:
         self.events.append(what)
@@ -71,7 +72,8 @@ class _Tap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fault: Fault, what: str) -> Tensor:
-        ctx.fault, ctx.what = fault, what
+        ctx.fault = fault
+        ctx.what = what
         return x.view_as(x)
 
     @staticmethod
@@ -166,7 +168,8 @@ class Steps:
 
     def __init__(self, loss: LossFn, behind: int = 0, mesh: Any = None, tx: Any = TX, **options: Any) -> None:
         mesh = breakable() if mesh is None else mesh
-        self.batch, self.now = batch(mesh.get_local_rank()), state(mesh, tx)
+        self.batch = batch(mesh.get_local_rank())
+        self.now = state(mesh, tx)
         self.step = ya.train_step(loss, tx, **options)
         for _ in range(behind):
             self.take()

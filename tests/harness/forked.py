@@ -53,7 +53,8 @@ class Forked:
         stdin: int = subprocess.DEVNULL,
         start_new_session: bool = False,
     ) -> None:
-        assert args[:2] == [sys.executable, "-m"] and stdin == subprocess.DEVNULL
+        assert args[:2] == [sys.executable, "-m"]
+        assert stdin == subprocess.DEVNULL
         sinks = stdout.name, None if isinstance(stderr, int) else stderr.name
         what = list(args[2:]), dict(env), sinks, os.fspath(cwd or os.getcwd()), start_new_session
         self._process = context().Process(target=_begin, args=what, daemon=True)

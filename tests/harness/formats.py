@@ -32,7 +32,8 @@ from yafsdp_fn.schedules import Program
 
 F64 = torch.float64
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
-LAYERS, X = 3, 5
+LAYERS = 3
+X = 5
 EXACT = ya.Precision(F64)
 STEPS = ("zero1", "zero3, recomputed", "hpz")
 """The schedules that take three steps, as well."""
@@ -162,13 +163,15 @@ class Plain:
     see weights in a dtype of their own, or in `compute`."""
 
     def __init__(self, abstract: Any, loss: Loss = loss, compute: torch.dtype = F64) -> None:
-        self.abstract, self.loss = abstract, loss
+        self.abstract = abstract
+        self.loss = loss
         bare = ya.params.without_markers(abstract)
         leaves, self.spec = optree.tree_flatten(bare)
         self.wires = [leaf.wire for leaf in leaves]
         self.dtypes = [leaf.compute or compute for leaf in leaves]
         self.names: list[str] = optree.tree_leaves(ya.params.leaf_names(bare))
-        self.frozen, self.stacked = set[str](), set[str]()
+        self.frozen = set[str]()
+        self.stacked = set[str]()
         for group in tree_layout(abstract)[0].groups:
             self.frozen.update(() if group.trainable else group.layout.names)
             self.stacked.update(group.layout.names if group.stacked else ())
@@ -195,7 +198,8 @@ class Plain:
         whole = optree.tree_leaves(ya.params.without_markers(params))
         leaves = self.seen(whole)
         sums = [torch.zeros_like(leaf) for leaf in whole]
-        value, weights = torch.zeros((), dtype=F64), 0.0
+        value = torch.zeros((), dtype=F64)
+        weights = 0.0
         reduced: list[list[list[Tensor]]] = []  # by rank and reduction
         for batch in batches:
             rows = batch["tokens"].shape[0] // parts
@@ -203,7 +207,8 @@ class Plain:
             for part in range(parts):
                 mine = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
                 total, weight = self.loss(optree.tree_unflatten(self.spec, leaves), mine)
-                value, weights = value + total.detach(), weights + float(weight)
+                value = value + total.detach()
+                weights = weights + float(weight)
                 grads = torch.autograd.grad(total, leaves)
                 found.append([grad.to(leaf.dtype) for grad, leaf in zip(grads, whole, strict=True)])
             found = [added(found)] if deferred else found
@@ -241,7 +246,8 @@ def gradients_and_steps(
     for schedule, build in schedules.items():
         said = f"{what}, {parts} microbatches, {schedule}"
         state = ya.init(plain.abstract, TX, mesh=mesh, precision=precision)
-        params, batches = whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
+        params = whole_in_double(state)
+        batches = [batch_of(rank) for rank in range(mesh.size())]
         how = parts, schedule == "zero1", per_node
         expected = plain.value_and_grad(params, batches, *how)
         function = ya.value_and_grad(plain.loss, schedule=build, microbatches=parts)
@@ -364,13 +370,15 @@ def planned_program(loss: Loss, abstract: Any, state: Any, tx: Any) -> Program:
     shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu", "precision": state.memory.precision}
     assert ya.planner.trace(loss, abstract, batch_of(0), **shape) == program.trace
     again = type(program).from_json(program.to_json())
-    assert again.ops == program.ops and again.trace == program.trace
+    assert again.ops == program.ops
+    assert again.trace == program.trace
     return program
 
 
 def two_steps_are_plain(mesh: Any, plain: Plain, tx: Any, precision: ya.Precision = EXACT) -> None:
     """Of an optimizer that does not know formats on the wire, by its own definition on whole leaves."""
-    state, step = ya.init(plain.abstract, tx, mesh=mesh, precision=precision), ya.train_step(plain.loss, tx)
+    state = ya.init(plain.abstract, tx, mesh=mesh, precision=precision)
+    step = ya.train_step(plain.loss, tx)
     params = whole_in_double(state)
     oracle = ya.PlainState.create({**params, "layers": ya.Stacked(params["layers"])}, tx)
     for number in range(2):
@@ -404,7 +412,8 @@ def sent(loss: Loss, state: Any, batch: Batch) -> list[tuple[int, int]]:
     number of vectors that are gathered together, beside 2."""
     step, counted, others = ya.train_step(loss, TX), {"gather": 0, "reduce": 0}, state.mesh.size() - 1
     state, _ = step(state, batch)
-    gathers, comms = [0], state.memory.comms
+    gathers = [0]
+    comms = state.memory.comms
 
     def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
         real = getattr(GlooGroup, name)

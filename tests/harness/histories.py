@@ -107,7 +107,9 @@ class Life:
     """One state, and the functions that it goes through."""
 
     def __init__(self, setting: Setting, update: bool, folder: Path) -> None:
-        mesh, self.setting, self.folder = made(setting.mesh), setting, folder
+        mesh = made(setting.mesh)
+        self.setting = setting
+        self.folder = folder
         clip = [ya.optim.clip_by_global_norm(0.1)] if setting.clips else []
         self.tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
         self.init = functools.partial(ya.init, abstract(setting.kind), self.tx, mesh=mesh, precision=setting.precision)
@@ -119,7 +121,8 @@ class Life:
         self.keeping = self.train(schedule=build(), donate=False)
         self.evaluate = ya.eval_step(loss, schedule=s.zero3(prefetch=3), microbatches=3)
         self.gradients = ya.value_and_grad(loss, schedule=s.zero2())
-        self.rank, self.times = mesh.get_rank(), 0
+        self.rank = mesh.get_rank()
+        self.times = 0
 
     def batch(self) -> Batch:
         self.times += 1

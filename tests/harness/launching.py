@@ -94,7 +94,9 @@ def by_forks() -> None:
     """From now on `subprocess.run([python, "-m", "train", "launch", ...], ...)`, whose output is text, runs this."""
 
     def run(args: Sequence[str], *, capture_output: bool, text: bool) -> subprocess.CompletedProcess[str]:
-        assert args[1:4] == ["-m", "train", "launch"] and capture_output and text
+        assert args[1:4] == ["-m", "train", "launch"]
+        assert capture_output
+        assert text
         with tempfile.TemporaryDirectory() as folder:
             with Path(folder, "out").open("w") as out, Path(folder, "err").open("w") as err:
                 command = [sys.executable, "-m", "tests.harness.launching", *args[3:]]

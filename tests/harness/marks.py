@@ -52,5 +52,6 @@ def _sample(cases: list[Any]) -> list[Any]:
     while missing:
         best = max(cases, key=lambda case: (len(missing.intersection(values[case])), len(pairs[case] & unpaired)))
         sample.append(best)
-        missing, unpaired = missing.difference(values[best]), unpaired - pairs[best]
+        missing = missing.difference(values[best])
+        unpaired = unpaired - pairs[best]
     return sample

@@ -71,14 +71,16 @@ def looped(
     leaves, spec = optree.tree_flatten(params)
     leaves = [leaf.detach().requires_grad_() for leaf in leaves]
     sums = [torch.zeros_like(leaf) for leaf in leaves]
-    value, weights = torch.zeros((), dtype=torch.float64), 0.0
+    value = torch.zeros((), dtype=torch.float64)
+    weights = 0.0
     for rank, batch in enumerate(batches):
         rows = len(next(iter(batch.values()))) // parts
         for part in range(parts):
             own = {key: leaf[part * rows : (part + 1) * rows] for key, leaf in batch.items()}
             with counting(VisitCounter(0, step, part, rank)):
                 total, weight = loss(optree.tree_unflatten(spec, leaves), own)
-            value, weights = value + total.detach(), weights + float(weight)
+            value = value + total.detach()
+            weights = weights + float(weight)
             for at, grad in enumerate(torch.autograd.grad(total, leaves, allow_unused=True)):
                 if grad is not None:
                     sums[at] += grad
@@ -89,7 +91,8 @@ def relative(got: Tensor, expected: Tensor) -> float:
     """The norm of the difference over the norm of what is expected."""
     if got.shape != expected.shape or got.dtype != expected.dtype:
         raise AssertionError(f"got {got.dtype} {tuple(got.shape)}, expected {expected.dtype} {tuple(expected.shape)}")
-    size, off = expected.double().norm(), (got.double() - expected.double()).norm()
+    size = expected.double().norm()
+    off = (got.double() - expected.double()).norm()
     if not off.isfinite():
         return float("inf")
     return float(off / size) if size else float("inf") * bool(off) if off else 0.0
@@ -136,7 +139,8 @@ def check_steps(
 def by_autograd() -> Iterator[None]:
     """In this process no weight is large, as by default none of these small ones is: their gradients are autograd's.
     Else all are, here: what `ya.linear` gets goes into slots."""
-    before, linear.LARGE = linear.LARGE, sys.maxsize
+    before = linear.LARGE
+    linear.LARGE = sys.maxsize
     try:
         yield
     finally:
@@ -181,7 +185,8 @@ def _check_exact(
     bits: bool,
     slots: bool,
 ) -> None:
-    ranks, batch = mesh.size(), batch_of(mesh.get_rank())
+    ranks = mesh.size()
+    batch = batch_of(mesh.get_rank())
     state = ya.init(problem.params(layers), TX, mesh=mesh, precision=ya.Precision(dtype))
     whole = optree.tree_map(lambda leaf: leaf.to(dtype), plain(problem.params(layers)))
     for parts in microbatches:

@@ -84,7 +84,9 @@ class Pool:
             process.kill()
         for process in self._processes:
             process.join()
-        self._processes, self._pipes, self._said = [], [], []
+        self._processes = []
+        self._pipes = []
+        self._said = []
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[tuple[bool, Any]]:
         if not self._processes:
@@ -209,7 +211,8 @@ def _share_one_device() -> None:
         # torch 2.14 also says enable_reconfigure=False, which the constructor with options does not take
         def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, **_: Any) -> None:
             options = gloo._Options()
-            options._timeout, options._devices = timeout, [device]
+            options._timeout = timeout
+            options._devices = [device]
             super().__init__(store, rank, size, options)
 
     distributed_c10d.ProcessGroupGloo = OnSharedDevice

@@ -299,7 +299,9 @@ PROBLEMS = {
     "dropout": Problem(base_params, dropout_loss),
 }
 
-remat, zero2, zero3 = ya.schedules.remat, ya.schedules.zero2, ya.schedules.zero3
+remat = ya.schedules.remat
+zero2 = ya.schedules.zero2
+zero3 = ya.schedules.zero3
 SCHEDULES: dict[str, ya.schedules.Schedule] = {
     "zero3": zero3(),
     "zero3-demand": zero3(prefetch=0),

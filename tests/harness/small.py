@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import yafsdp_fn as ya
 
 V, E, F, L = 11, 5, 7, 3
-B, S = 4, 3
+B = 4
+S = 3
 
 
 Loss = Callable[["Model", Any], ya.Mean]
@@ -94,7 +95,8 @@ def batch(seed: int = 0, rows: int = B) -> dict[str, Tensor]:
 
 def batches(mesh: Any, steps: int) -> Iterator[tuple[Any, Any]]:
     """The batch of this rank, and that of all ranks as one, for each of some steps."""
-    rank, ranks = mesh.get_rank(), mesh.size()
+    rank = mesh.get_rank()
+    ranks = mesh.size()
     for number in range(steps):
         each = [batch(ranks * number + r) for r in range(ranks)]
         yield each[rank], {key: torch.cat([own[key] for own in each]) for key in each[0]}
@@ -107,14 +109,16 @@ def leaves(tree: Any) -> list[Tensor]:
 
 def assert_equal(a: Any, b: Any) -> None:
     """Bit-equal trees (handles are unsharded)."""
-    first, second = leaves(a), leaves(b)
+    first = leaves(a)
+    second = leaves(b)
     assert len(first) == len(second) > 0
     for x, y in zip(first, second, strict=True):
         assert x.dtype == y.dtype and torch.equal(x, y), f"{x}\n{y}"
 
 
 def assert_close(a: Any, b: Any, rtol: float = 1e-6, atol: float = 1e-7) -> None:
-    first, second = leaves(a), leaves(b)
+    first = leaves(a)
+    second = leaves(b)
     assert len(first) == len(second) > 0
     for x, y in zip(first, second, strict=True):
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol)

@@ -37,7 +37,8 @@ def until(true: Callable[[], bool], seconds: float = 60.0) -> None:
 def watchful(mesh: Any) -> Any:
     """The mesh, of a process that serves such tests alone."""
     lookout: Any = communicators(mesh).watchdog
-    lookout._patience, lookout._silence = PATIENCE, SILENCE
+    lookout._patience = PATIENCE
+    lookout._silence = SILENCE
     return mesh
 
 

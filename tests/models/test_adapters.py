@@ -15,6 +15,7 @@ from tests.harness.oracle import compare
 from tests.harness.pool import Pools
 from tests.models.test_other_configs import SMALL
 from tests.models.theirs import OTHERS, Pair, draw, with_targets
+from tests.modules.test_lora_on_ranks import every_matrix
 
 
 def adapt(mesh: Any, source: Path, folder: Path, where: Any, dtype: torch.dtype | None, alone: bool) -> tuple[Any, Any]:
@@ -33,10 +34,6 @@ def adapt(mesh: Any, source: Path, folder: Path, where: Any, dtype: torch.dtype 
 
 def in_attention(path: str, param: ya.Param) -> bool:
     return "attn" in path and len(param.shape) == 2
-
-
-def every_matrix(path: str, param: ya.Param) -> bool:
-    return len(param.shape) == 2
 
 
 CASES = [(name, in_attention if name == "mixtral" else None, None) for name in OTHERS]
@@ -75,7 +72,8 @@ def test_adapters_merged_and_alone_are_read_by_transformers_and_peft(
 
 
 def test_adapters_that_peft_has_not_are_refused(tmp_path: Path) -> None:
-    config, mesh = SMALL["mixtral"], ya.mesh(device="cpu")
+    config = SMALL["mixtral"]
+    mesh = ya.mesh(device="cpu")
     plain = ya.materialize(mixtral.params(config), seed=0)
     adapted = ya.init(ya.lora(mixtral.params(config), 2), mesh=mesh).params
     with pytest.raises(ValueError, match="these params have no adapters to save"):

@@ -55,8 +55,10 @@ def loaded(directory: Path) -> llama.Config:
     for got, leaf in zip(
         optree.tree_leaves(ya.materialize(lazy)), optree.tree_leaves(llama.params(config)), strict=True
     ):
-        assert got.shape == leaf.shape and SECRET not in got
-    assert config.num_parameters > 0 and dataclasses.replace(config) == config
+        assert got.shape == leaf.shape
+        assert SECRET not in got
+    assert config.num_parameters > 0
+    assert dataclasses.replace(config) == config
     return config
 
 
@@ -116,7 +118,8 @@ def of_tensors(root: Path, numbers: range) -> Counter[str]:
     file = directory / "model.safetensors"
     whole = file.read_bytes()
     length = int.from_bytes(whole[:8], "little")
-    header, data = json.loads(whole[8 : 8 + length]), whole[8 + length :]
+    header = json.loads(whole[8 : 8 + length])
+    data = whole[8 + length :]
 
     def change(rng: random.Random) -> bytes:
         if rng.random() < 0.4:
@@ -138,7 +141,9 @@ def test_damage(
     every = [in_child(search_of, tmp_path / str(part.start), part) for part in parts]
     found = sum(every, Counter())
     print(search_of.__name__, found)
-    assert found.total() == sum(map(len, parts)) and found["loaded"] > 0 and found["ValueError"] > found.total() / 4
+    assert found.total() == sum(map(len, parts))
+    assert found["loaded"] > 0
+    assert found["ValueError"] > found.total() / 4
 
 
 # ---- what a search found, or would take long to find
@@ -146,7 +151,8 @@ def test_damage(
 
 def test_every_key_of_the_config_may_be_anything(tmp_path: Path) -> None:
     directory = written(tmp_path)
-    good, taken = (directory / "config.json").read_bytes(), []
+    good = (directory / "config.json").read_bytes()
+    taken = []
     for key in FIELDS.values():
         for value in ("x", [], {}, -1, 0, 1.5, True, 10**400, 1e308, [[0]]):
             edit_config(directory, **{key: value})
@@ -241,7 +247,8 @@ def test_links_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
 def test_links_inside_and_those_of_the_hub_s_cache_are_followed(tmp_path: Path) -> None:
     """A snapshot of the hub's cache is a directory of links to `blobs`."""
     directory = written(tmp_path / "a", max_shard_bytes=800)
-    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "0123abcd", tmp_path / "models--a--b" / "blobs"
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "0123abcd"
+    blobs = tmp_path / "models--a--b" / "blobs"
     snapshot.mkdir(parents=True)
     blobs.mkdir()
     for number, file in enumerate(sorted(directory.iterdir())):

@@ -26,7 +26,8 @@ def test_the_family_of_the_page(tmp_path: Path) -> None:
     tx = ya.optim.adamw(1e-2)
     state = ya.init(mine["params"](config), tx, mesh=ya.mesh(device="cpu"), seed=0)
     tokens = draw(2, 16, most=61)
-    step, losses = ya.train_step(mine["loss"](config), tx), []
+    step = ya.train_step(mine["loss"](config), tx)
+    losses = []
     for _ in range(8):
         state, metrics = step(state, with_targets(tokens))
         losses.append(metrics["loss"].item())

@@ -29,7 +29,8 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
     config = dataclasses.replace(models.CONFIGS[name], layers=2)
     if hasattr(config, "window"):
         config = dataclasses.replace(config, window=WINDOW)
-    family, lengths = models.of(config), [50, 7, 1, 38]
+    family = models.of(config)
+    lengths = [50, 7, 1, 38]
     params = ya.materialize(family.params(config), seed=1)
     params = optree.tree_map(lambda leaf: leaf.double() * 3, params)  # attention that is not uniform
     tokens = draw(1, sum(lengths), most=256)
@@ -47,7 +48,8 @@ def test_packed_documents_and_padded_prompts_are_as_alone(name: str) -> None:
     lengths = [prompt.shape[1] for prompt in prompts]
     padding = torch.tensor([30 - length for length in lengths])
     rows = torch.cat([torch.nn.functional.pad(p, (30 - p.shape[1], 0)) for p in prompts])
-    more, cache = draw(3, 3, seed=5, most=256), family.init_cache(config, 3, 40, torch.float64)
+    more = draw(3, 3, seed=5, most=256)
+    cache = family.init_cache(config, 3, 40, torch.float64)
     steps = [(rows, 0), (more[:, :1], 30), (more[:, 1:], 31)]
     scores = torch.cat([family.decode(config, params, part, cache, at, padding=padding) for part, at in steps], 1)
     for row, prompt in enumerate(prompts):
@@ -64,7 +66,8 @@ def test_bf16_weights_give_bf16_activations_and_an_fp32_loss(name: str) -> None:
     half = optree.tree_map(Tensor.bfloat16, full)
     tokens = draw(2, 40, most=256)
     batch = with_targets(tokens) | {"documents": packed([13, 27]).expand(2, -1)}
-    exact, rounded = family.loss(config, unroll=2)(full, batch), family.loss(config)(half, batch)
+    exact = family.loss(config, unroll=2)(full, batch)
+    rounded = family.loss(config)(half, batch)
     assert rounded.total.dtype == torch.float32
     assert family.logits(config, half, tokens).dtype == torch.bfloat16
     torch.testing.assert_close(rounded.total, exact.total, atol=0.0, rtol=2e-3)

@@ -21,7 +21,9 @@ load_file = pytest.importorskip("safetensors.torch", reason="reads and writes sa
 
 def greedy(config: Any, params: Any, prompt: Tensor, count: int) -> Tensor:
     """The `count` tokens after `prompt` [1, S]."""
-    family, found, tokens = models.of(config), [], prompt
+    family = models.of(config)
+    found = []
+    tokens = prompt
     cache = family.init_cache(config, 1, prompt.shape[1] + count)
     for _ in range(count):
         position = prompt.shape[1] + len(found) - 1 if found else 0
@@ -59,7 +61,8 @@ def test_loss_and_gradients_are_those_of_transformers(pair: Pair, tmp_path: Path
     theirs = their_model(pair.name).double()
     theirs.config._experts_implementation = "eager"  # the grouped one takes no float64
     labels = torch.cat([tokens[:, :1], targets[:, :-1]], 1)  # theirs are shifted inside
-    counts, total = (targets != -100).sum(1), 0.0
+    counts = (targets != -100).sum(1)
+    total = 0.0
     for row in range(2):
         part = theirs(tokens[row : row + 1], labels=labels[row : row + 1]).loss * counts[row] / counts.sum()
         part.backward()
@@ -82,7 +85,8 @@ def test_files_go_through_with_their_bits(pair: Pair, tmp_path: Path) -> None:
     config, params = pair.ours()
     models.hf.save(tmp_path, config, params, max_shard_bytes=100_000)
     loaded, lazy = models.hf.load(tmp_path)
-    assert loaded == config and type(loaded) is models.of(config).Config
+    assert loaded == config
+    assert type(loaded) is models.of(config).Config
     compare(ya.materialize(lazy), params, 0.0, "files")
     again, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(info.values()), info

@@ -16,7 +16,7 @@ from tests.harness.abstract import batch_of
 from tests.harness.marks import by_day
 from tests.harness.oracle import by_autograd, compare, looped, whole
 from tests.harness.pool import on_ranks
-from tests.models.theirs import draw, with_targets
+from tests.models.theirs import draw, gains_in_float32, with_targets
 
 ODD = {"vocab": 61, "embed": 33, "ffn": 41, "layers": 3, "max_length": 64}  # divisible by no rank
 HEADS = {**ODD, "heads": 3, "kv_heads": 1, "head_dim": 10}
@@ -41,7 +41,8 @@ def check(mesh: Any, name: str, rows: tuple[int, ...] = (2, 2)) -> None:
     for pin_norms, microbatches, chunks, remat in ((False, 1, 1, "all"), (True, 2, 1, "none"), (False, 1, 2, "none")):
         params = family.params(config, pin_norms=pin_norms)
         state = ya.init(params, mesh=mesh, precision=ya.Precision(torch.float64))
-        loss, schedule = family.loss(config, chunks=chunks), ya.schedules.zero3(remat=remat)
+        loss = family.loss(config, chunks=chunks)
+        schedule = ya.schedules.zero3(remat=remat)
         step = ya.value_and_grad(loss, schedule=schedule, microbatches=microbatches)
         step(state.params, mine)  # recorded; then as a program
         compare(step(state.params, mine), expected, 1e-12, name)
@@ -62,18 +63,21 @@ def test_a_rank_may_have_no_rows(mesh: Any, name: str) -> None:
 @on_ranks(2)
 def test_what_the_router_tells_is_of_the_whole_batch(mesh: Any) -> None:
     """Each layer's loads over an even share: their mean is one; and the router's loss, whose least is `chosen`."""
-    config, batch = SMALL["mixtral"], with_targets(draw(4, 24, most=61))
+    config = SMALL["mixtral"]
+    batch = with_targets(draw(4, 24, most=61))
     state = ya.init(mixtral.params(config), ya.optim.sgd(0.0), mesh=mesh, seed=0)
     step = ya.train_step(mixtral.loss(config, has_aux=True), ya.optim.sgd(0.0), has_aux=True, microbatches=2)
     _, metrics = step(state, ya.shard_batch(batch, mesh))
-    loss, load = metrics["aux"]["router_loss"].item(), metrics["aux"]["expert_load"]
+    loss = metrics["aux"]["router_loss"].item()
+    load = metrics["aux"]["expert_load"]
     assert load.shape == (3, 5)
     torch.testing.assert_close(load.mean(1), torch.ones(3))
     params = ya.materialize(mixtral.params(config), seed=0)
     _, aux = mixtral.loss(config, has_aux=True)(params, batch)
     torch.testing.assert_close(load, aux["expert_load"].total / aux["expert_load"].weight)
     assert loss == pytest.approx((aux["router_loss"].total / aux["router_loss"].weight).item(), rel=1e-6)
-    assert config.chosen <= loss < config.experts and load.std() > 0.05
+    assert config.chosen <= loss < config.experts
+    assert load.std() > 0.05
     bare = mixtral.loss(dataclasses.replace(config, router_loss=False))(params, batch)
     with_router = mixtral.loss(config)(params, batch)
     part = config.router_coef * aux["router_loss"].total
@@ -84,22 +88,14 @@ def test_what_the_router_tells_is_of_the_whole_batch(mesh: Any) -> None:
 def test_a_plan_of_packed_documents(name: str) -> None:
     """Traces on fake tensors see no values, so experts are taken to be alike."""
     config = SMALL[name]
-    family, batch = models.of(config), batch_of(2, 24)
+    family = models.of(config)
+    batch = batch_of(2, 24)
     batch["documents"] = batch["tokens"]
     trace = ya.planner.trace(family.loss(config), family.params(config), batch, ranks=2, tx=ya.optim.adamw(1e-3))
     # a multiplication and an addition for each weight that a token meets, but those of norms and biases; a mask saves
     # no pair of a query and a key
     assert 0.93 < sum(visit.cost.flops for visit in trace.visits) / (2 * 48 * config.multiplied) <= 1.0
     assert sum(visit.cost.attention_flops for visit in trace.visits) == 3 * 4 * 48 * 24 * config.attended
-
-
-def in_float32(tree: Any) -> Any:
-    """Gains in float32, as the routers."""
-
-    def of(path: str, leaf: ya.Param) -> ya.Param:
-        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
-
-    return optree.tree_map(of, ya.params.leaf_names(tree), tree)
 
 
 def flat(tree: Any) -> dict[str, Any]:
@@ -110,11 +106,13 @@ def flat(tree: Any) -> dict[str, Any]:
 @on_ranks(1, 2)
 def test_a_mixtral_in_bf16_with_routers_and_gains_in_float32(mesh: Any) -> None:
     """One rank's part: gradients of a Mixtral in bfloat16 whose routers and gains are in float32, summed in float64."""
-    F32, F64 = torch.float32, torch.float64
+    F32 = torch.float32
+    F64 = torch.float64
     config = dataclasses.replace(SMALL["mixtral"], router_loss=False)
-    abstract = in_float32(mixtral.params(config, router=F32))
+    abstract = gains_in_float32(mixtral.params(config, router=F32))
     leaves = {path: leaf for path, leaf in flat(abstract).items() if leaf.compute is not None}
-    assert len(leaves) == 4 and any(path.endswith(mixtral.GATE) for path in leaves)
+    assert len(leaves) == 4
+    assert any(path.endswith(mixtral.GATE) for path in leaves)
     dtypes = optree.tree_map(lambda leaf: leaf.compute or torch.bfloat16, whole(abstract))
     plain = optree.tree_map(torch.Tensor.double, ya.materialize(abstract))
     loss = mixtral.loss(config)

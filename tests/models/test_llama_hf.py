@@ -67,7 +67,8 @@ def test_round_trip(tmp_path: Path, tied: bool, max_shard_bytes: int) -> None:
         assert files == ["config.json", "model.safetensors"]
         return
     weights = [name for name in files if name.startswith("model-")]
-    assert set(files) == {"config.json", "model.safetensors.index.json", *weights} and len(weights) > 3
+    assert set(files) == {"config.json", "model.safetensors.index.json", *weights}
+    assert len(weights) > 3
     assert weights[0] == f"model-00001-of-{len(weights):05}.safetensors"
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == 4 * config.num_parameters
@@ -104,7 +105,9 @@ def test_load_reads_no_weights_until_asked_and_then_one_layer(tmp_path: Path, mo
     with pytest.raises(TypeError, match=r"weights are lazy, as models.hf.load gives them: ya.shard or ya.materialize"):
         llama.logits(TINY, lazy, draw(1, 4))
     leaf = lazy.layers.tree["mlp.up_proj.weight"]
-    assert read == [] and leaf.shape == (3, 40, 32) and leaf.dtype == torch.float32
+    assert read == []
+    assert leaf.shape == (3, 40, 32)
+    assert leaf.dtype == torch.float32
     assert torch.equal(leaf.load(1), params.layers["mlp.up_proj.weight"][1])
     assert read == ["model.layers.1.mlp.up_proj.weight"]
     assert torch.equal(leaf.load(None), params.layers["mlp.up_proj.weight"])

@@ -14,24 +14,20 @@ from models.parts import layers
 from tests.models.theirs import TINY, draw
 
 
-def doubled(params: llama.Llama) -> llama.Llama:
-    """In float64, where sums in another order agree to 1e-12."""
-    return optree.tree_map(Tensor.double, params)
-
-
 def made(config: llama.Config = TINY) -> llama.Llama:
     return ya.materialize(llama.params(config), seed=0)
 
 
 def test_decoding_overwrites_a_used_cache() -> None:
-    params = doubled(made())
+    params = optree.tree_map(Tensor.double, made())
     tokens = draw(1, 12, seed=2, most=TINY.vocab)
     cache = llama.init_cache(TINY, 1, 16, torch.float64)
     llama.decode(TINY, params, tokens.flip(1), cache, 0)
     storage = cache.k.data_ptr()
     again = llama.decode(TINY, params, tokens[:, :8], cache, 0)
     torch.testing.assert_close(again, llama.logits(TINY, params, tokens[:, :8]), atol=1e-6, rtol=1e-6)
-    assert cache.k.data_ptr() == storage and not again.requires_grad
+    assert cache.k.data_ptr() == storage
+    assert not again.requires_grad
 
 
 @pytest.mark.parametrize(
@@ -63,7 +59,8 @@ def test_paddings_of_another_shape_are_refused() -> None:
 
 
 def test_a_gain_in_bf16_rounds_nothing_but_itself() -> None:
-    x, gain = torch.randn(3, 32), torch.ones(32)
+    x = torch.randn(3, 32)
+    gain = torch.ones(32)
     assert torch.equal(layers.norm(TINY, gain.bfloat16(), x), layers.norm(TINY, gain, x))
 
 
@@ -96,13 +93,15 @@ def test_a_batch_without_targets_has_weight_zero() -> None:
     params = made()
     tokens = torch.zeros(1, 4, dtype=torch.long)
     mean = llama.loss(TINY)(params, {"tokens": tokens, "targets": torch.full_like(tokens, -100)})
-    assert mean.total == 0.0 and mean.weight == 0
+    assert mean.total == 0.0
+    assert mean.weight == 0
 
 
 def test_angles_do_not_collide_in_bf16() -> None:
     table = llama.rotary(TINY, torch.tensor([1000, 1001]), torch.bfloat16)
     expected = torch.tensor([1000.0, 1001.0]).cos().bfloat16()
-    assert torch.equal(table.cos[:, 0, 0], expected) and expected[0] != expected[1]
+    assert torch.equal(table.cos[:, 0, 0], expected)
+    assert expected[0] != expected[1]
 
 
 def test_initial_values() -> None:

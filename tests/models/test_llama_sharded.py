@@ -23,19 +23,16 @@ TIED = dataclasses.replace(CONFIG, tied=True)
 TX = ya.optim.adamw(1e-2)
 
 
-def batch() -> dict[str, torch.Tensor]:
-    """The same on all ranks."""
-    return with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))
-
-
 def test_pinned_norms_are_one_unit() -> None:
     """Beside those of the layers, which are smaller by as much."""
     state = ya.init(llama.params(CONFIG, pin_norms=True), TX, mesh=ya.mesh(device="cpu"))
     norms = next(unit for unit in state.memory.units if unit.name == "layers.pinned")
-    E, L = CONFIG.embed, CONFIG.layers
+    E = CONFIG.embed
+    L = CONFIG.layers
     assert norms.stack is None and norms.numel == 104 + L * E  # two leaves, the second aligned
     layers = [unit.numel for unit in state.memory.units if unit.stack == "layers"]
-    assert len(layers) == L and sum(layers) < CONFIG.num_parameters - 2 * L * E
+    assert len(layers) == L
+    assert sum(layers) < CONFIG.num_parameters - 2 * L * E
 
 
 def save_and_load(
@@ -44,7 +41,8 @@ def save_and_load(
     """Saves a trained state and shards what was saved; gives the whole tensors."""
     precision = ya.Precision(compute=compute)
     state = ya.init(llama.params(config, pin_norms=pin_norms), TX, mesh=mesh, seed=1, precision=precision)
-    state, _ = ya.train_step(llama.loss(config), TX)(state, batch())
+    batch = with_targets(draw(2, 16, seed=0, most=CONFIG.vocab))  # the same on all ranks
+    state, _ = ya.train_step(llama.loss(config), TX)(state, batch)
     llama.hf.save(directory, config, state.params, max_shard_bytes=20_000)
     loaded_config, lazy = llama.hf.load(directory, pin_norms=pin_norms)
     assert loaded_config == config
@@ -66,9 +64,11 @@ def test_files_hold_the_masters_of_a_sharded_state(
     pytest.importorskip("safetensors", reason="reads and writes safetensors")
     expected = pools[world].run(save_and_load, tmp_path, TIED, compute, pin_norms)[0]
     got = optree.tree_leaves(ya.materialize(llama.hf.load(tmp_path)[1]))
-    assert len(got) == len(expected) and len(list(tmp_path.glob("model-*.safetensors"))) > 2
+    assert len(got) == len(expected)
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     for a, b in zip(got, expected, strict=True):
-        assert a.dtype == torch.float32 and torch.equal(a, b)
+        assert a.dtype == torch.float32
+        assert torch.equal(a, b)
 
 
 # ---- memory

@@ -58,7 +58,8 @@ def test_counts_are_the_published_ones_and_those_of_the_trees() -> None:
     named = [name for family in models.FAMILIES for name in family.CONFIGS]
     assert len(named) == len(set(named)) == len(models.CONFIGS), "names are unique"
     debug = {"debug", *(f"debug-{name}" for name in SMALL if name != "llama")}
-    assert set(named) == PUBLISHED.keys() | debug and 3.5e6 < models.CONFIGS["debug"].num_parameters < 4.5e6
+    assert set(named) == PUBLISHED.keys() | debug
+    assert 3.5e6 < models.CONFIGS["debug"].num_parameters < 4.5e6
     for name, config in models.CONFIGS.items():
         assert config.num_parameters == PUBLISHED.get(name, config.num_parameters), name
         leaves = optree.tree_leaves(models.of(config).params(config, pin_norms=True))
@@ -146,7 +147,8 @@ def test_what_files_leave_out_means_what_transformers_takes_it_for(tmp_path: Pat
         return models.hf.load(tmp_path / name)[0]
 
     found = left_out("mistral", "sliding_window", "rope_theta", "eos_token_id")
-    assert found.window == 4096 and found.generation == {"eos_token_id": 2}
+    assert found.window == 4096
+    assert found.generation == {"eos_token_id": 2}
     found = left_out("mixtral", "rope_theta", "num_experts_per_tok", "output_router_logits", "router_aux_loss_coef")
     assert found == dataclasses.replace(SMALL["mixtral"], rope_theta=1e6)
     saved(tmp_path / "none", "mistral", sliding_window=None)

@@ -31,7 +31,8 @@ from yafsdp_fn.util import model_folder
 pytest.importorskip("safetensors", reason="reads and writes safetensors")
 
 OLD = llama.Config(vocab=7, embed=8, ffn=6, layers=1, heads=2, kv_heads=1, head_dim=4, max_length=64)
-ONE, SEVERAL = 10**9, 600
+ONE = 10**9
+SEVERAL = 600
 PAIRS = [(ONE, ONE), (ONE, SEVERAL), (SEVERAL, ONE), (SEVERAL, SEVERAL)]
 SETTINGS = {
     "same": OLD,
@@ -111,7 +112,8 @@ def equal(a: Found, b: Found) -> bool:
 )
 def test_the_old_model_or_the_new_one(tmp_path: Path, kill: bool, old: int, new: int, settings: str) -> None:
     config = SETTINGS[settings]
-    before, after = tmp_path / "before", tmp_path / "after"
+    before = tmp_path / "before"
+    after = tmp_path / "after"
     saved(before, OLD, 1, old)
     (before / "tokenizer.json").write_text("{}")
     shutil.copytree(before, after)
@@ -186,7 +188,8 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, old: int, new: int) -> N
     if (old, new) == (ONE, SEVERAL):
         assert calls[after[0]] == ("unlink", "model.safetensors")  # the change is here
         assert any(at < k < after[0] for k in folder)
-        at, after = after[0], after[1:]
+        at = after[0]
+        after = after[1:]
     assert any(at < k < after[0] for k in folder), "before the settings change, and the old files go"
     assert {file.name for file in tmp_path.iterdir()} >= {"config.json", "generation_config.json"}
 
@@ -205,7 +208,8 @@ def test_the_same_model_makes_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
         saved(tmp_path / name, OLD, 1, SEVERAL)
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
-    assert files[0] == files[1] and len(files[0]) > 4
+    assert files[0] == files[1]
+    assert len(files[0]) > 4
 
 
 def test_links_are_replaced_not_followed(tmp_path: Path) -> None:
@@ -217,7 +221,8 @@ def test_links_are_replaced_not_followed(tmp_path: Path) -> None:
         (directory / name).symlink_to(tmp_path / name)
     saved(directory, OLD, 1, ONE)
     assert all((tmp_path / name).read_text() == name for name in names)
-    assert not any(file.is_symlink() for file in directory.iterdir()) and found(directory)[0] == OLD
+    assert not any(file.is_symlink() for file in directory.iterdir())
+    assert found(directory)[0] == OLD
 
 
 def test_lazy_leaves_of_a_model_that_was_saved_over_say_so(tmp_path: Path) -> None:
@@ -269,13 +274,17 @@ def save_where_rank_0_cannot(mesh: Any, directory: Path, after: int | None) -> s
 def test_a_failure_of_rank_0_is_every_rank_s(pools: Pools, world: int, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for text in pools[world].run(save_where_rank_0_cannot, tmp_path / "file", None):
-        assert text.startswith("FileExistsError") and str(tmp_path / "file") in text
+        assert text.startswith("FileExistsError")
+        assert str(tmp_path / "file") in text
     for text in pools[world].run(save_where_rank_0_cannot, tmp_path / "full", 5):
         assert text == "OSError [Errno 28] No space left on device"
-    assert not list((tmp_path / "full").iterdir()) and llama.hf.load(tmp_path / "works")[0] == OLD
+    assert not list((tmp_path / "full").iterdir())
+    assert llama.hf.load(tmp_path / "works")[0] == OLD
 
 
 def test_the_names_that_are_looked_for_are_those_of_transformers() -> None:
     utils = pytest.importorskip("transformers.utils", reason="compares with transformers")
-    assert (model_folder.SINGLE, model_folder.INDEX) == (utils.SAFE_WEIGHTS_NAME, utils.SAFE_WEIGHTS_INDEX_NAME)
-    assert (settings.CONFIG, settings.GENERATION) == (utils.CONFIG_NAME, utils.GENERATION_CONFIG_NAME)
+    assert model_folder.SINGLE == utils.SAFE_WEIGHTS_NAME
+    assert model_folder.INDEX == utils.SAFE_WEIGHTS_INDEX_NAME
+    assert settings.CONFIG == utils.CONFIG_NAME
+    assert settings.GENERATION == utils.GENERATION_CONFIG_NAME

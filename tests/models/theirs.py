@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import optree
 import torch
 
 import models
@@ -102,3 +103,12 @@ def draw(*shape: int, seed: int = 1, most: int = 97) -> torch.Tensor:
 def with_targets(tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """A batch in which the target of each token is the next one."""
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
+
+
+def gains_in_float32(tree: Any) -> Any:
+    """The tree of a model of ours whose gains are gathered in float32, whatever the rest is in."""
+
+    def of(path: str, leaf: ya.Param) -> ya.Param:
+        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
+
+    return optree.tree_map(of, ya.params.leaf_names(tree), tree)

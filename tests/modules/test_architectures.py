@@ -55,7 +55,8 @@ class Case(NamedTuple):
     config: str = "Config"
 
 
-MODEL, FLOAT32 = "model.layers", 2e-5
+MODEL = "model.layers"
+FLOAT32 = 2e-5
 TWO = ["model.encoder.layers", "model.decoder.layers"]
 KINDS: list[str] = ["mamba", "attention"] * 2
 CASES: dict[str, Case] = {
@@ -344,7 +345,9 @@ def close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float,
 
 
 def as_the_module(mesh: Any, name: str) -> None:
-    case, module, world = CASES[name], module_of(name), mesh.size()
+    case = CASES[name]
+    module = module_of(name)
+    world = mesh.size()
     whole, others = inputs_of(case.inputs, 2 * world)
     own = {key: leaf.chunk(world)[mesh.get_rank()] for key, leaf in whole.items()}
     params, model = ya.functionalize(module, case.layers)
@@ -354,7 +357,8 @@ def as_the_module(mesh: Any, name: str) -> None:
     bits = 0.0 if name in PLAIN else case.tolerance
     plain = model(ya.materialize(params), **whole, **others)
     compare(scores(plain), scores(reference(**whole, **others)), bits, "outputs of the plain tree")
-    sgd, theirs = ya.optim.sgd(0.1), torch.optim.SGD(reference.parameters(), 0.1)
+    sgd = ya.optim.sgd(0.1)
+    theirs = torch.optim.SGD(reference.parameters(), 0.1)
 
     def loss(params: Any, batch: dict[str, Tensor]) -> ya.Mean:
         return squares(model(params, **batch, **others))
@@ -407,4 +411,5 @@ def test_an_architecture_is_refused_by_name(name: str) -> None:
 
 def test_the_page_has_them() -> None:
     table = re.findall(r"^\| (\w+) \| (?:`|refused)", PAGE, re.M)
-    assert len(table) == 24 and sorted([*table, *PLAIN]) == sorted(CASES)
+    assert len(table) == 24
+    assert sorted([*table, *PLAIN]) == sorted(CASES)

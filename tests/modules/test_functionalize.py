@@ -88,7 +88,8 @@ def balanced(mesh: Any, tokens: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: int, pools: Pools) -> None:
-    module, tokens = mixture(), torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(0))
+    module = mixture()
+    tokens = torch.randint(3, 61, (4, 9), generator=torch.Generator().manual_seed(0))
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     out = module(tokens[:, :-1], use_cache=False)
@@ -106,8 +107,10 @@ def test_router_logits_reach_the_loss_and_balance_is_of_the_whole_batch(world: i
 class Layer(nn.Module):
     def __init__(self, width: int = 8, dropout: float = 0.0, ties: bool = False) -> None:
         super().__init__()
-        self.norm, self.drop = nn.LayerNorm(8), nn.Dropout(dropout)
-        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 8)
+        self.norm = nn.LayerNorm(8)
+        self.drop = nn.Dropout(dropout)
+        self.up = nn.Linear(8, width)
+        self.down = nn.Linear(width, 8)
         if ties:
             self.down.weight = self.up.weight
         self.register_buffer("shift", torch.tensor(0.5))
@@ -123,7 +126,8 @@ class Model(nn.Module):
 
     def __init__(self, count: int = 3, **settings: Any) -> None:
         super().__init__()
-        self.embed, self.drop = nn.Embedding(11, 8, padding_idx=0), nn.Dropout(settings.get("dropout", 0.0))
+        self.embed = nn.Embedding(11, 8, padding_idx=0)
+        self.drop = nn.Dropout(settings.get("dropout", 0.0))
         self.position = nn.Parameter(torch.randn(5, 8))
         self.layers = nn.ModuleList([Layer(**settings) for _ in range(count)])
         for number, layer in enumerate(self.layers):
@@ -169,7 +173,8 @@ def check_gradients(module: nn.Module, x: Tensor, mesh: Any = None, **options: A
     value.backward()
     expected = tree_of(module, params, "layers", lambda p: torch.zeros_like(p) if p.grad is None else p.grad.to_dense())
     mesh = one_rank() if mesh is None else mesh
-    state, gradients = ya.shard(params, None, mesh=mesh), ya.value_and_grad(squares(model), **options)
+    state = ya.shard(params, None, mesh=mesh)
+    gradients = ya.value_and_grad(squares(model), **options)
     for _ in range(2):
         got, grads = gradients(state.params, ya.shard_batch(x, mesh))
         compare(got, value.detach(), 0 if mesh.size() == 1 else 1e-6, "value")
@@ -180,15 +185,15 @@ def check_gradients(module: nn.Module, x: Tensor, mesh: Any = None, **options: A
 def test_units_leaves_and_what_is_frozen() -> None:
     module = made(ties=True)
     params, model = ya.functionalize(module, "layers")
-    assert (
-        sorted(params) == ["embed", "layers", "position", "tail"]
-        and repr(model) == "Functionalized(Model, layers='layers')"
-    )
-    assert isinstance(params["position"], ya.Lazy) and sorted(ya.params.without_markers(params["tail"])) == [
+    assert sorted(params) == ["embed", "layers", "position", "tail"]
+    assert repr(model) == "Functionalized(Model, layers='layers')"
+    assert isinstance(params["position"], ya.Lazy)
+    assert sorted(ya.params.without_markers(params["tail"])) == [
         "0.bias",
         "0.weight",
     ]
-    assert "down.weight" not in params["layers"].tree and params["layers"].tree["up.weight"].shape == (3, 8, 8)
+    assert "down.weight" not in params["layers"].tree
+    assert params["layers"].tree["up.weight"].shape == (3, 8, 8)
     state = on_one_rank(params)
     assert {g.name for g in state.memory.groups if not g.trainable} == {"tail.frozen"}
     compare(state, tree_of(module, params, "layers", Tensor.detach), 0, "the same weights")
@@ -200,9 +205,11 @@ def test_units_leaves_and_what_is_frozen() -> None:
     ids=["none", "all", "offload"],
 )
 def test_gradients_are_those_of_the_module(remat: Any) -> None:
-    tokens, schedule = tokens_of(0), ya.schedules.zero3(remat=remat)
+    tokens = tokens_of(0)
+    schedule = ya.schedules.zero3(remat=remat)
     params, model, state = check_gradients(made(ties=True), tokens, schedule=schedule)
-    composed, plain = torch.func.grad(squares(model)), ya.materialize(params)
+    composed = torch.func.grad(squares(model))
+    plain = ya.materialize(params)
     compare(composed(state.params, tokens), composed(plain, tokens), 1e-6, "torch.func.grad")
 
 
@@ -247,7 +254,8 @@ def test_a_layer_that_stands_in_two_places_is_one_unit() -> None:
 def test_dropout_is_that_of_plain_states_with_a_rank(mesh: Any) -> None:
     """Every rank draws the numbers of a plain state that takes that rank's place, in visits and between them."""
     params, model = functional(dropout=0.5)
-    sgd, rank = ya.optim.sgd(0.1), mesh.get_rank()
+    sgd = ya.optim.sgd(0.1)
+    rank = mesh.get_rank()
     state = ya.shard(params, sgd, mesh=mesh)
     step = ya.train_step(squares(model), sgd, schedule=ya.schedules.zero3(remat="all"))
     alone = [ya.PlainState.create(params, sgd, rank=r) for r in range(mesh.size())]
@@ -278,7 +286,8 @@ def test_threads_may_call_at_once() -> None:
 def test_a_trace_before_any_step_is_that_of_the_step() -> None:
     params, model = functional()
     tx = ya.optim.sgd(0.1)
-    state, step = ya.shard(params, tx, mesh=one_rank()), ya.train_step(squares(model), tx)
+    state = ya.shard(params, tx, mesh=one_rank())
+    step = ya.train_step(squares(model), tx)
     traced = [visit.name for visit in step.trace(state, tokens_of(0)).visits]
     state, _ = step(state, tokens_of(0))
     program: Any = step.program(state)
@@ -290,7 +299,8 @@ def test_adapters_are_trained_and_added_to_the_module() -> None:
     module = made()
     params, model = ya.functionalize(module, "layers")
     tx = ya.optim.adamw(1e-2)
-    state, before = ya.shard(ya.lora(params, 2), tx, mesh=one_rank()), module.layers[1].up.weight.clone()
+    state = ya.shard(ya.lora(params, 2), tx, mesh=one_rank())
+    before = module.layers[1].up.weight.clone()
     step = ya.train_step(squares(model), tx)
     for _ in range(3):
         state, _ = step(state, tokens_of(0))
@@ -357,7 +367,8 @@ class Tail(nn.Linear):
 
 def test_recurrent_layers_parametrizations_and_outputs_of_classes_that_torch_knows() -> None:
     torch.manual_seed(0)
-    module, x = Recurrent(), torch.randn(2, 5, 8)
+    module = Recurrent()
+    x = torch.randn(2, 5, 8)
     params, model, _ = check_gradients(module, x)
     compare(model(ya.materialize(params), x), module(x).detach(), 0, "outputs")
 
@@ -402,7 +413,8 @@ class Mixed(nn.Module):
 @on_ranks(1, 2)
 def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: Any) -> None:
     torch.manual_seed(0)
-    module, rank = Mixed().double(), mesh.get_rank()
+    module = Mixed().double()
+    rank = mesh.get_rank()
     params, model = ya.functionalize(module, ["encoder.layers", "decoder"])
     kinds = [f"encoder.layers.{number}" for number in (0, 1, 3, 4)]
     assert sorted(params) == sorted([*kinds, "decoder", "ways.0", "ways.1"])
@@ -560,74 +572,43 @@ def test_layers_must_be_lists() -> None:
         ya.functionalize(made(), "blocks")
 
 
-def writes_a_buffer(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.shift.add_(1.0)
-    return x + self.up(x), None
+def keeping(keep: Callable[[Any, Tensor, list[Tensor]], Any]) -> Any:
+    """A layer's forward that first lets `keep` do something. An object that this returns comes out, too."""
 
+    def forward(self: Any, x: Tensor, *, other: list[Tensor], **_: Any) -> tuple[Tensor, Any]:
+        kept = keep(self, x, other)
+        return x + self.up(x), kept if isinstance(kept, Objects) else None
 
-def replaces_a_buffer(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.shift = self.shift + 1.0
-    return x + self.up(x), None
-
-
-def writes_an_attribute(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.note = self.up(x)
-    return x + self.note, None
-
-
-def writes_where_no_version_counts(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.shift.data.add_(1.0)
-    return x + self.up(x), None
-
-
-def writes_to_a_tensor(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.mean.mul_(0.5)
-    return x + self.up(x), None
-
-
-def writes_to_a_tensor_in_a_list(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.means[0].mul_(0.5)
-    return x + self.up(x), None
-
-
-def leaves_in_a_list(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, None]:
-    self.aux.append(self.up(x))
-    return x + self.aux[-1], None
-
-
-def writes_to_an_argument(self: Any, x: Tensor, *, other: list[Tensor], **_: Any) -> tuple[Tensor, None]:
-    other.append(x)
-    return x + self.up(x), None
-
-
-def returns_an_object(self: Any, x: Tensor, **_: Any) -> tuple[Tensor, Any]:
-    return x + self.up(x), Objects()
+    return forward
 
 
 @pytest.mark.parametrize(
-    ("forward", "message"),
+    ("keep", "message"),
     [
-        (writes_a_buffer, r"layers.0 writes to its shift while it runs"),
-        (replaces_a_buffer, r"layers.0 writes to its shift while it runs"),
-        (writes_an_attribute, r"layers.0 writes to its note while it runs"),
-        (writes_where_no_version_counts, r"layers.0 writes to its shift while it runs"),
-        (writes_to_a_tensor, r"layers.0 writes to its mean while it runs"),
-        (writes_to_a_tensor_in_a_list, r"layers.0 writes to its means\[0\] while it runs"),
-        (leaves_in_a_list, r"layers.0 writes to its aux while it runs"),
-        (writes_to_an_argument, r"layers.0 writes to a list or dict that it is called with"),
-        (returns_an_object, r"layers.0 returns a Objects"),
+        (lambda layer, x, other: layer.shift.add_(1.0), r"layers.0 writes to its shift while it runs"),
+        (
+            lambda layer, x, other: setattr(layer, "shift", layer.shift + 1.0),
+            r"layers.0 writes to its shift while it runs",
+        ),
+        (lambda layer, x, other: setattr(layer, "note", layer.up(x)), r"layers.0 writes to its note while it runs"),
+        # where no version counts
+        (lambda layer, x, other: layer.shift.data.add_(1.0), r"layers.0 writes to its shift while it runs"),
+        (lambda layer, x, other: layer.mean.mul_(0.5), r"layers.0 writes to its mean while it runs"),
+        (lambda layer, x, other: layer.means[0].mul_(0.5), r"layers.0 writes to its means\[0\] while it runs"),
+        (lambda layer, x, other: layer.aux.append(layer.up(x)), r"layers.0 writes to its aux while it runs"),
+        (lambda layer, x, other: other.append(x), r"layers.0 writes to a list or dict that it is called with"),
+        (lambda layer, x, other: Objects(), r"layers.0 returns a Objects"),
     ],
 )
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_layer_that_keeps_something_is_refused(
-    forward: Any, message: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
+    keep: Any, message: str, sharded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, model = functional()
     whole = on_one_rank(params).params if sharded else ya.materialize(params)
-    monkeypatch.setattr(Layer, "forward", forward)
-    how = {"other": []} if forward is writes_to_an_argument else {}
+    monkeypatch.setattr(Layer, "forward", keeping(keep))
     with pytest.raises((RuntimeError, TypeError), match=message):
-        ya.value_and_grad(squares(partial(model, **how)))(whole, tokens_of(0))
+        ya.value_and_grad(squares(partial(model, other=[])))(whole, tokens_of(0))
 
 
 @on_ranks(2)
@@ -641,24 +622,32 @@ def test_buffers_that_differ_between_ranks_are_refused(mesh: Any) -> None:
             ya.shard(ya.functionalize(module, "layers")[0], mesh=mesh, from_rank_0=from_rank_0)
 
 
-def counts(model: Any) -> None:
-    model.seen += 1
-
-
-def averages(model: Any) -> None:
-    model.mean = 0.5 * model.mean + 1.0
-
-
-def counts_in_a_buffer(model: Any) -> None:
-    model.layers[0].shift.add_(1.0)
-
-
-def bounds_a_weight(model: Any) -> None:
-    model.position.data.clamp_(max=0.1)
-
-
 def notes(model: Any) -> None:
-    model.note, model.scale, model.new = torch.ones(2), 2.0 / 4, 3
+    model.note = torch.ones(2)
+    model.scale = 2.0 / 4
+    model.new = 3
+
+
+WRITES: dict[str, tuple[Callable[[Any], Any], str | None]] = {
+    "counts": (
+        lambda model: setattr(model, "seen", model.seen + 1),
+        "the module writes to its seen while it runs",
+    ),
+    "averages": (
+        lambda model: setattr(model, "mean", 0.5 * model.mean + 1.0),
+        "the module writes to its mean while it runs",
+    ),
+    "counts in a buffer": (
+        lambda model: model.layers[0].shift.add_(1.0),
+        "layers.0 writes to its shift while it runs",
+    ),
+    "bounds a weight": (
+        lambda model: model.position.data.clamp_(max=0.1),
+        "the module writes to its position while it runs",
+    ),
+    "notes": (notes, None),
+}
+"""What is done, and what is said of it, if it is refused."""
 
 
 class Writing(Model):
@@ -672,17 +661,9 @@ class Writing(Model):
 
 
 @on_ranks(1, 2)
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (counts, "the module writes to its seen while it runs"),
-        (averages, "the module writes to its mean while it runs"),
-        (counts_in_a_buffer, "layers.0 writes to its shift while it runs"),
-        (bounds_a_weight, "the module writes to its position while it runs"),
-        (notes, None),
-    ],
-)
-def test_what_a_module_around_the_layers_counts_is_refused(mesh: Any, write: Any, message: str | None) -> None:
+@pytest.mark.parametrize("how", WRITES)
+def test_what_a_module_around_the_layers_counts_is_refused(mesh: Any, how: str) -> None:
+    write, message = WRITES[how]
     torch.manual_seed(0)
     params, model = ya.functionalize(Writing(write), "layers")
     for whole in (ya.materialize(params), ya.shard(params, None, mesh=mesh).params):
@@ -709,6 +690,11 @@ def test_torchs_words_come_with_what_to_do() -> None:
         with pytest.raises(RuntimeError) as raised:
             ya.value_and_grad(squares(model))(state.params, x)
         assert any(told in note for note in raised.value.__notes__)
+    with torch.inference_mode():
+        scale = torch.ones(())
+    with pytest.raises(RuntimeError) as raised:
+        ya.value_and_grad(lambda params, x: (model(params, x) * scale).sum())(state.params, x)
+    assert any("A tensor was made under torch.inference_mode" in note for note in raised.value.__notes__)
 
 
 def test_an_object_for_a_layer_is_for_no_grad_only() -> None:
@@ -746,7 +732,8 @@ def test_a_hook_that_cannot_be_called_behind_its_visit_is_refused_and_does_not_s
     message: str, after: bool, register: Callable[[nn.Module], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     params, model = functional()
-    plain, forward = ya.materialize(params), Model.forward
+    plain = ya.materialize(params)
+    forward = Model.forward
 
     def hooks(self: Any, tokens: Tensor) -> Tensor:
         if not after:
@@ -794,62 +781,67 @@ def test_a_hook_on_outputs_gets_them_behind_the_visit_with_their_gradient(
 def test_params_of_another_model_are_refused() -> None:
     params, model = functional()
     more, _ = functional(count=4)
-    with pytest.raises(TypeError, match=r"expected the params of ya.functionalize, got list"):
-        model([], tokens_of(0))
-    with pytest.raises(TypeError, match=r"with the units \['embed', 'layers', 'position', 'tail'\], got \['embed'\]"):
-        model({"embed": {}}, tokens_of(0))
-    with pytest.raises(ValueError, match="layers: the module has 3 layers, these params 4"):
-        model(on_one_rank(more).params, tokens_of(0))
-    with pytest.raises(
-        ValueError, match="layers: expected a sharded stack, or tensors with a leading axis of 3 layers"
+    length = "layers: expected a sharded stack, or tensors with a leading axis of 3 layers"
+    for wrong, error, message in (
+        ([], TypeError, r"expected the params of ya.functionalize, got list"),
+        ({"embed": {}}, TypeError, r"with the units \['embed', 'layers', 'position', 'tail'\], got \['embed'\]"),
+        (on_one_rank(more).params, ValueError, "layers: the module has 3 layers, these params 4"),
+        (ya.materialize(more), ValueError, length),
+        (params, ValueError, r"expected a sharded stack, or tensors .* got Lazy"),
     ):
-        model(ya.materialize(more), tokens_of(0))
-    with pytest.raises(ValueError, match=r"expected a sharded stack, or tensors .* got Lazy"):
-        model(params, tokens_of(0))
+        with pytest.raises(error, match=message):
+            model(wrong, tokens_of(0))
 
 
 def test_load_into_another_module_is_refused() -> None:
     params, model = functional()
     plain = ya.materialize(params)
+    state = on_one_rank(params)
     quantized = made()
+    untied = made()
     quantized.layers[1].up.weight = nn.Parameter(torch.ones(8, 8, dtype=torch.int8), requires_grad=False)
-    for module, text in (
-        (made(width=9), r"layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"),
+    untied.tail[1].weight = nn.Parameter(untied.embed.weight.detach().clone())
+    tied_layers, of_tied_layers = functional(ties=True)
+    of_two = functional(count=2)[1]
+    for module, given, of, text in (
+        (made(width=9), plain, model, r"load_into: layers.0.up.weight, of shape \(8, 8\), is there of shape \(9, 8\)"),
         (
             quantized,
-            r"layers\.1\.up\.weight, of shape \(8, 8\), is there of shape \(8, 8\) and torch.int8; expected one of",
+            plain,
+            model,
+            r"load_into: layers\.1\.up\.weight, of shape \(8, 8\), is there of shape \(8, 8\) and torch.int8; "
+            "expected one of",
         ),
-        (made(count=4), "layers.3.down.bias is in the module alone; give the module"),
-        (made(count=2), "layers.2.down.bias is in these params alone"),
-        (nn.Linear(2, 2), "bias is in the module alone"),
-        (made().to("meta"), "position is on the meta device"),
+        (made(count=4), plain, model, "load_into: layers.3.down.bias is in the module alone; give the module"),
+        (made(count=2), plain, model, "load_into: layers.2.down.bias is in these params alone"),
+        (nn.Linear(2, 2), plain, model, "load_into: bias is in the module alone"),
+        (made().to("meta"), plain, model, "load_into: position is on the meta device"),
+        (made(), plain, of_two, "layers: expected a sharded stack, or tensors with a leading axis of 2 layers"),
+        (made(), state.params, of_two, "layers: the module has 2 layers, these params 3"),
+        (
+            untied,
+            state.params,
+            model,
+            r"load_into: embed.weight and tail.1.weight are one parameter in these params",
+        ),
+        (
+            made(),
+            ya.materialize(tied_layers),
+            of_tied_layers,
+            r"load_into: layers.0.up.weight and layers.0.down.weight are one parameter",
+        ),
     ):
-        with pytest.raises(ValueError, match=f"load_into: {text}"):
-            ya.load_into(module, plain, model=model)
-    with pytest.raises(
-        ValueError, match="layers: expected a sharded stack, or tensors with a leading axis of 2 layers"
-    ):
-        ya.load_into(made(), plain, model=functional(count=2)[1])
-    state = on_one_rank(params)
-    with pytest.raises(ValueError, match="layers: the module has 2 layers, these params 3"):
-        ya.load_into(made(), state.params, model=functional(count=2)[1])
+        with pytest.raises(ValueError, match=text):
+            ya.load_into(module, given, model=of)
     with pytest.raises(TypeError, match=r"a state has \.params"):
         ya.load_into(made(), state, model=model)
-    untied = made()
-    untied.tail[1].weight = nn.Parameter(untied.embed.weight.detach().clone())
-    with pytest.raises(
-        ValueError, match=r"load_into: embed.weight and tail.1.weight are one parameter in these params"
-    ):
-        ya.load_into(untied, state.params, model=model)
-    params, model = functional(ties=True)
-    with pytest.raises(ValueError, match=r"load_into: layers.0.up.weight and layers.0.down.weight are one parameter"):
-        ya.load_into(made(), ya.materialize(params), model=model)
 
 
 @on_ranks(1, 2)
 def test_load_into_after_unfreezing_and_into_a_fresh_module(mesh: Any) -> None:
     """The module's layers are frozen in turn, and in another way before what was trained goes back, and elsewhere."""
-    module, tx = made(count=4), ya.optim.sgd(0.1)
+    module = made(count=4)
+    tx = ya.optim.sgd(0.1)
     for frozen in ((0, 1), (3,), (0, 3), (0, 2), (), (0, 1, 2, 3)):
         for number, layer in enumerate(module.layers):
             layer.requires_grad_(number not in frozen)

@@ -110,7 +110,8 @@ def test_markers_stay_and_what_is_frozen_keeps_its_dtype() -> None:
 
 
 def test_it_begins_as_the_model_that_it_is_made_of() -> None:
-    plain, state = ya.init(model(), TX, mesh=one_rank()), ya.init(ya.lora(model(), 2), TX, mesh=one_rank())
+    plain = ya.init(model(), TX, mesh=one_rank())
+    state = ya.init(ya.lora(model(), 2), TX, mesh=one_rank())
     whole = dict(named_leaves(ya.unshard(state)))
     for path, leaf in named_leaves(ya.unshard(plain)):
         assert torch.equal(whole.pop(path), leaf)
@@ -211,8 +212,10 @@ USES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 @pytest.mark.parametrize("use", list(USES))
 def test_a_block_may_use_it_as_the_matrix(use: str, stored: torch.dtype) -> None:
     torch.manual_seed(0)
-    w, x = adapter(stored=stored), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
-    got, expected = USES[use](w, x), USES[use](formed(w), x)
+    w = adapter(stored=stored)
+    x = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    got = USES[use](w, x)
+    expected = USES[use](formed(w), x)
     torch.testing.assert_close(got, expected, rtol=1e-13, atol=1e-13)
     if expected.requires_grad:
         given = torch.randn_like(expected)
@@ -225,18 +228,21 @@ def test_a_block_may_use_it_as_the_matrix(use: str, stored: torch.dtype) -> None
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.int8])
 def test_linear_keeps_the_base_as_it_is_stored(stored: torch.dtype) -> None:
     """Of the weight's size the graph holds nothing else, and x once."""
-    w, x = adapter(outs=60, ins=50, stored=stored), torch.randn(3, 50, dtype=torch.float64, requires_grad=True)
+    w = adapter(outs=60, ins=50, stored=stored)
+    x = torch.randn(3, 50, dtype=torch.float64, requires_grad=True)
     kept: dict[int, Tensor] = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.setdefault(t.data_ptr(), t), lambda t: t):
         ya.linear(x, w)
     large = [t for t in kept.values() if t.numel() >= 60 * 50]
-    assert [t.data_ptr() for t in large] == [w.weight.data_ptr()] and large[0].dtype == stored
+    assert [t.data_ptr() for t in large] == [w.weight.data_ptr()]
+    assert large[0].dtype == stored
 
 
 def test_a_base_that_requires_grad_gets_one() -> None:
     """Unfrozen between steps, or in a plain loop; also where it is stored in another dtype."""
     for stored in (torch.float64, torch.float32, torch.int8):
-        w, x = adapter(stored=stored), torch.randn(3, 5, dtype=torch.float64)
+        w = adapter(stored=stored)
+        x = torch.randn(3, 5, dtype=torch.float64)
         moved = (w.weight if w.row_scale is None else w.row_scale).requires_grad_()
         (got,) = torch.autograd.grad(ya.linear(x, w).sum(), moved)
         (expected,) = torch.autograd.grad(F.linear(x, formed(w)).sum(), moved)
@@ -267,7 +273,8 @@ def test_int8_is_within_half_a_step(how: str) -> None:
     }[how]
     made = ya.lora({"layers": ya.Stacked({"w": leaf})}, 2, dtype=torch.int8)
     found = ya.unshard(ya.shard(made, None, mesh=one_rank(), precision=BF16))["layers"]["w"]
-    assert found.weight.dtype == torch.int8 and found.row_scale.dtype == torch.bfloat16
+    assert found.weight.dtype == torch.int8
+    assert found.row_scale.dtype == torch.bfloat16
     steps = found.row_scale.float()[..., None]
     assert found.weight.abs().amax(-1).eq(127).sum() >= L * 6 - 1, "every row has its own"
     if how == "abstract":
@@ -297,21 +304,25 @@ def test_a_base_has_no_master_no_gradient_and_no_moments(dtype: torch.dtype | No
     before = [master.clone() for master in state.memory.masters()]
     for _ in range(2):
         state, _ = step(state, tokens())
-    memory, program = state.memory, step.program(state)
+    memory = state.memory
+    program = step.program(state)
     pairs = sum(g.layout.shard_numel(1) * len(g.units) for g in memory.groups if g.trainable)
     whole = sum(leaf.numel() for leaf in optree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor))
     assert whole <= 2 * pairs + 8, "two moments of the adapters, and counts"
     for number, group in enumerate(memory.groups):
-        master, working = memory.master.present[number], memory.working.present[number]
+        master = memory.master.present[number]
+        working = memory.working.present[number]
         assert (master is working) == (not group.trainable)
         if not group.trainable:
             assert master.dtype == group.dtype or torch.bfloat16
-            assert memory.kept_grads().tensors[number] is None and torch.equal(master, before[number])
+            assert memory.kept_grads().tensors[number] is None
+            assert torch.equal(master, before[number])
         else:
             assert not torch.equal(master, before[number])
     trained = set(memory.trained)
     reduced = [unit for op in program.ops if isinstance(op, ya.schedules.Reduce) for unit in op.units]
-    assert sorted(reduced) == sorted(trained) and {memory.units[unit].stack for unit in trained} == {"layers"}
+    assert sorted(reduced) == sorted(trained)
+    assert {memory.units[unit].stack for unit in trained} == {"layers"}
     gathered = [memory.units[u].name for op in program.ops if isinstance(op, ya.schedules.Gather) for u in op.units]
     assert "embed" not in gathered and "head" not in gathered, "they stay in their slots from step to step"
 
@@ -323,7 +334,8 @@ def test_in_chunks_and_several_layers_a_visit(dtype: torch.dtype | None, how: di
     tree = ya.lora(llama.params(CONFIG), 4, dtype=dtype)
     found = []
     for options in ({}, how):
-        state, step = ya.init(tree, TX, mesh=one_rank()), ya.train_step(llama.loss(CONFIG, **options), TX)
+        state = ya.init(tree, TX, mesh=one_rank())
+        step = ya.train_step(llama.loss(CONFIG, **options), TX)
         for _ in range(3):
             state, metrics = step(state, tokens())
         found.append((metrics["loss"], ya.unshard(state)))
@@ -364,5 +376,6 @@ def test_memory_is_as_planned(monkeypatch: pytest.MonkeyPatch) -> None:
         (torch.int8, "all"),
     ):
         real, predicted = measured(ya.lora(llama.params(CONFIG), 4, dtype=dtype), remat)
-        assert abs(predicted / real - 1) < 0.005 and real < limit
+        assert abs(predicted / real - 1) < 0.005
+        assert real < limit
         limit = real

@@ -33,23 +33,27 @@ REMATS = {
 }
 
 
-def matrices(path: str, p: ya.Param) -> bool:
+def every_matrix(path: str, p: ya.Param) -> bool:
     """Those of layers, the embedding and the head."""
     return len(p.shape) == 2
 
 
-def begun(tree: Any) -> Any:
+def begun(tree: Any, dtype: torch.dtype = torch.float32) -> Any:
     """`tree` with adapters that are not zero."""
+    made = ya.params.initializers.normal(0.5)
 
     def of(node: Any) -> Any:
-        made = ya.params.initializers.normal(0.5)
-        return dataclasses.replace(node, b=ya.Param(node.b.shape, init=made)) if isinstance(node, ya.LowRank) else node
+        if not isinstance(node, ya.LowRank):
+            return node
+        a = dataclasses.replace(node.a, dtype=dtype)
+        b = dataclasses.replace(node.b, dtype=dtype, init=made)
+        return dataclasses.replace(node, a=a, b=b)
 
     return optree.tree_map(of, tree, is_leaf=lambda node: isinstance(node, ya.LowRank))
 
 
 def adapted(dtype: torch.dtype | None = None) -> Params:
-    return begun(ya.lora(base_params(LAYERS), RANK, matrices, alpha=ALPHA, dtype=dtype))
+    return begun(ya.lora(base_params(LAYERS), RANK, every_matrix, alpha=ALPHA, dtype=dtype))
 
 
 # ---- a model that uses weights in several ways
@@ -91,7 +95,8 @@ def wide(tree: Any) -> dict[str, Tensor]:
 def exact(mesh: Any, remats: tuple[str, ...], dtype: torch.dtype | None) -> None:
     whole = wide(ya.materialize(adapted(dtype)))
     value, grads = by_hand(whole, global_batch(mesh.size()))
-    assert len(grads) == 8 and all(grad.norm() > 1e-4 for grad in grads.values())
+    assert len(grads) == 8
+    assert all(grad.norm() > 1e-4 for grad in grads.values())
     state = ya.init(adapted(dtype), TX, mesh=mesh, precision=F64)
     own = batch_of(mesh.get_rank())
     for remat in remats:
@@ -170,7 +175,8 @@ def stacks_loss(params: Any, batch: Batch) -> ya.Mean:
 def test_a_second_stack_written_by_hand(mesh: Any) -> None:
     """Two stacks that are scanned together, and one whose leaf is a `LowRank` made by hand: the same numbers."""
     base = ya.materialize(base_params(LAYERS))
-    a, b = torch.randn(LAYERS, RANK, 7), torch.randn(LAYERS, 5, RANK)
+    a = torch.randn(LAYERS, RANK, 7)
+    b = torch.randn(LAYERS, 5, RANK)
     around = {"embed": ya.frozen(base.embed), "head": ya.frozen(base.head)}
     two = {**around, "base": ya.frozen(ya.Stacked(base.layers)), "pairs": ya.Stacked({"a": a, "b": b})}
     up = ya.LowRank(ya.frozen(base.layers.up), None, a, b, ALPHA / RANK)
@@ -183,7 +189,8 @@ def test_a_second_stack_written_by_hand(mesh: Any) -> None:
         own = batch_of(mesh.get_rank(), seed=number)
         (first, got), (second, expected) = step(first, own), other(second, own)
         assert relative(got["loss"].double(), expected["loss"].double()) < 1e-6
-    pairs, inside = ya.unshard(first)["pairs"], ya.unshard(second).layers.up
+    pairs = ya.unshard(first)["pairs"]
+    inside = ya.unshard(second).layers.up
     compare((pairs["a"], pairs["b"]), (inside.a, inside.b), 1e-9, "by hand")
     assert not torch.equal(pairs["b"], b)
     assert moved(step.program(first)) == [f"pairs[{i}]" for i in range(LAYERS)]
@@ -196,12 +203,12 @@ def leaves(tree: Any) -> dict[str, Tensor]:
     return dict(named_leaves(ya.unshard(tree)))
 
 
-@on_ranks()
+@on_ranks(2)
 @pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("world", [2])
 def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -> None:
     """Adapters; then embedding and head as well; then adapters again."""
-    precision, plain = ya.Precision(compute=compute), base_params(LAYERS)
+    precision = ya.Precision(compute=compute)
+    plain = base_params(LAYERS)
     few = ya.lora(plain, RANK)
     more = few._replace(embed=plain.embed, head=plain.head)
     steps = [ya.train_step(loss, TX) for _ in range(3)]
@@ -213,16 +220,20 @@ def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -
         return state
 
     state = two(steps[0], ya.init(few, TX, mesh=mesh, precision=precision, seed=3))
-    before, moments = leaves(state.params), leaves(state.opt_state)
+    before = leaves(state.params)
+    moments = leaves(state.opt_state)
     state = ya.shard(state, TX, like=more)
     assert (state.step, state.seed, state.precision) == (2, 3, precision)
     assert {group.name for group in state.memory.groups if group.trainable} == {"embed", "layers", "head"}
-    after, new = leaves(state.params), leaves(state.opt_state)
+    after = leaves(state.params)
+    new = leaves(state.opt_state)
     for path, leaf in after.items():
         assert torch.equal(leaf, before[path].to(leaf.dtype)), path
-    assert before["embed"].dtype == compute and after["embed"].dtype == torch.float32
+    assert before["embed"].dtype == compute
+    assert after["embed"].dtype == torch.float32
     fresh = new.keys() - moments.keys()
-    assert all(torch.equal(new[path], leaf) for path, leaf in moments.items()) and not any(new[p].any() for p in fresh)
+    assert all(torch.equal(new[path], leaf) for path, leaf in moments.items())
+    assert not any(new[p].any() for p in fresh)
     assert {path.rpartition("mu.")[2] for path in fresh if "mu." in path} == {"embed", "head.scale", "head.out"}
     state = two(steps[1], state)
     trained = leaves(state.params)
@@ -230,5 +241,6 @@ def test_what_is_frozen_changes_between_steps(mesh: Any, compute: torch.dtype) -
     assert {path for path, leaf in trained.items() if torch.equal(leaf, after[path])} == frozen | {"layers.size"}
     state = two(steps[2], ya.shard(state, TX, like=few))
     last = leaves(state.params)
-    assert torch.equal(last["embed"], trained["embed"].to(compute)) and state.step == 6
+    assert torch.equal(last["embed"], trained["embed"].to(compute))
+    assert state.step == 6
     assert not torch.equal(last["layers.up.a"], trained["layers.up.a"])

@@ -16,14 +16,17 @@ from tests.harness.pool import Pools
 from tests.harness.small import one_rank
 from tests.modules.test_architectures import CASES, by_name, inputs_of, module_of, squares
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 HALF = ya.Precision(F64, compute=BF16, reduce=F64)
 
 
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.gate = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.up = nn.Linear(4, 4, bias=False)
+        self.gate = nn.Linear(4, 4, bias=False)
         self.A_log = nn.Parameter(torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -56,7 +59,8 @@ def own(module: nn.Module, **options: Any) -> dict[str, torch.dtype]:
 
 def test_what_transformers_keeps_and_what_the_user_says() -> None:
     """The list for float16 alone has no effect: nothing is gathered in that."""
-    gate, decay = "layers.gate.weight", "layers.A_log"
+    gate = "layers.gate.weight"
+    decay = "layers.A_log"
     assert own(Model()) == {gate: F32} == own(Model().bfloat16())
     assert own(Model().double()) == {}  # float32 would be less
     assert own(Model(), compute={"*.A_log": F32}) == {gate: F32, decay: F32}
@@ -97,7 +101,8 @@ def test_errors(compute: Any, message: str) -> None:
 
 def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pytest.MonkeyPatch) -> None:
     params, model = ya.functionalize(Model(), "layers", compute={"norm.bias": F64})
-    seen, forward = [], Model.forward
+    seen = []
+    forward = Model.forward
 
     def looks(self: Any, x: Tensor) -> Tensor:
         seen.append([w.dtype for w in (self.layers[1].gate.weight, self.layers[0].up.weight, self.norm.bias)])
@@ -108,13 +113,16 @@ def test_between_visits_a_weight_has_the_dtype_that_blocks_see(monkeypatch: pyte
     for dtype in (BF16, F32):
         state = ya.shard(params, None, mesh=one_rank(), precision=ya.Precision(compute=dtype))
         assert model(state.params, torch.ones(2, 4, dtype=dtype)).dtype == dtype
-        assert seen.pop() == [F32, dtype, F64] and not seen
+        assert seen.pop() == [F32, dtype, F64]
+        assert not seen
     monkeypatch.setattr(Model, "forward", forward)
 
 
 def trains_a_hybrid(mesh: Any, name: str) -> None:
     """One rank's part: a bf16 model with `A_log` in float32, beside the plain loop and the module itself."""
-    case, module, world = CASES[name], module_of(name).float(), mesh.size()
+    case = CASES[name]
+    module = module_of(name).float()
+    world = mesh.size()
     with torch.no_grad():
         for path, param in module.named_parameters():
             if path.endswith("A_log"):
@@ -153,7 +161,8 @@ def trains_a_hybrid(mesh: Any, name: str) -> None:
     assert kept
     for path in kept:
         theirs = reference.get_parameter(path).grad
-        assert theirs is not None and theirs.dtype == F32
+        assert theirs is not None
+        assert theirs.dtype == F32
         off = (got[path].double() - theirs.double() / weight / world).norm() / got[path].double().norm()
         assert float(off) < 1e-6, path
 

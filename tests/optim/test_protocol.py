@@ -117,6 +117,16 @@ def test_negative_settings_are_refused_as_torch_does(setting: str) -> None:
         optim.muon(float("nan"))
 
 
+@pytest.mark.parametrize("later", [-0.5, float("nan")])
+def test_a_schedule_that_falls_below_zero_is_refused_there(later: float) -> None:
+    params, grads = model(0), model(1)
+    rates = iter((0.5, later))
+    tx = optim.sgd(lambda count: next(rates))
+    _, state = tx.update(grads, tx.init(params))
+    with pytest.raises(ValueError, match=rf"^learning_rate\(count\)={later}: expected a number >= 0"):
+        tx.update(grads, state)
+
+
 def test_decay_without_parameters_is_refused() -> None:
     tx = optim.adamw(0.1)
     with pytest.raises(ValueError, match=r"add_decayed_weights: .*call `tx\.update\(updates, state, params\)`"):

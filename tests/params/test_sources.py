@@ -186,6 +186,16 @@ def test_float64_is_trained_in_float32_with_a_warning_unless_it_is_asked_for() -
         assert optree.tree_leaves(state.params)[1].dtype == asked.param
 
 
+def test_one_tensor_under_two_names_is_warned_of() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    module[1].weight = module[0].weight
+    with pytest.warns(UserWarning, match=r"^shard: 0.weight and 1.weight are one tensor, and are trained as two"):
+        sharding(module.state_dict())
+    one = torch.ones(4, 4)
+    with warnings.catch_warnings(action="error"):
+        sharding({"a": one[:2], "b": one[2:], "c": ya.frozen(one), "d": one[:0], "e": one[:0]})
+
+
 def test_other_leaves_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"a.b: expected a Param, a tensor or a Lazy leaf, got float"):
         ya.materialize({"a": {"b": 1.0}})

@@ -157,6 +157,7 @@ def test_nothing_fits() -> None:
     ("options", "says"),
     [
         ({"memory": "40GiB"}, "memory_bytes='40GiB', expected a positive number"),
+        ({"memory": 62}, r"memory=62: expected bytes, 62 \* 2\*\*30 for 62 GiB"),
         ({"stages": 2}, r"search\(stages=2\): expected numbers of pipeline stages, such as \(1, 2\)"),
         ({"stages": (0,)}, r"search\(stages=\(0,\)\): expected numbers"),
         ({"stages": (3,)}, "cannot be shared out to 16 ranks; .* Ranks divide into stages"),
@@ -165,6 +166,12 @@ def test_nothing_fits() -> None:
 def test_searches_that_cannot_be(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         search(traced(), SLOW, **options)
+
+
+def test_a_search_takes_traces_of_one_step() -> None:
+    for other in (traced()._replace(visits=traced().visits[1:]), traced().on((("shard", 8),))):
+        with pytest.raises(ValueError, match=r"search: expected traces of one step, .* on as many ranks"):
+            search([traced(), other], SLOW)
 
 
 @pytest.mark.nightly

@@ -21,9 +21,11 @@ from yafsdp_fn.planner import FormatsFound, search
 from yafsdp_fn.schedules import Trace, zero3
 
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=2)
-INT8, ROOTS = ya.formats.Scaled(block=16), ya.formats.Roots(block=16)
+INT8 = ya.formats.Scaled(block=16)
+ROOTS = ya.formats.Roots(block=16)
 WIRES = [ya.Wire(gather=INT8), ya.Wire(INT8, INT8)]
-PARAMS, LOSS = llama.params(CONFIG), llama.loss(CONFIG)
+PARAMS = llama.params(CONFIG)
+LOSS = llama.loss(CONFIG)
 
 
 def traced(params: Any, tx: Any, ranks: int = 16) -> Trace:

@@ -25,7 +25,9 @@ from yafsdp_fn.program.program import Program
 from yafsdp_fn.schedules import zero1
 from yafsdp_fn.timeline import Timeline
 
-FORWARD, MICROBATCHES, STEPS = float(os.environ.get("SLEEP", "0.015")), 4, 2
+FORWARD = float(os.environ.get("SLEEP", "0.015"))
+MICROBATCHES = 4
+STEPS = 2
 ORDERS = {"one_f_one_b": 1, "interleaved": 2, "zero_bubble": 1}
 """Segments a stage."""
 FREE = cluster(1.0).replace(

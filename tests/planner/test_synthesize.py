@@ -149,7 +149,8 @@ def test_a_pipeline() -> None:
     same = pipeline(moves=8).synthesized
     more = made.more(2)
     assert same is not None
-    assert (same.program, same.moves) == (more.program, more.moves)
+    assert same.program == more.program
+    assert same.moves == more.moves
 
 
 def test_nothing_to_compare_where_nothing_was_written() -> None:

@@ -168,13 +168,14 @@ def test_compiled_blocks_are_traced_as_written() -> None:
 B, H, K, S, T, D = 2, 4, 2, 16, 24, 8
 
 
-def cost_of(block: Any, weights: Any, *shape: int) -> Any:
+def cost_of(block: Any, weights: Any, *shape: int, dtype: torch.dtype = torch.float32) -> Any:
     """What a block costs on a tensor of this shape."""
 
     def run(p: Any, b: Tensor) -> Tensor:
-        return ya.apply(block, p["a"], b).sum()
+        return ya.apply(block, p["a"], b).float().sum()
 
-    return trace(run, {"a": weights}, torch.empty(shape, device="meta")).visits[0].cost
+    given = torch.empty(shape, dtype=dtype, device="meta")
+    return trace(run, {"a": weights}, given, precision=ya.Precision(compute=dtype)).visits[0].cost
 
 
 def attended(**how: Any) -> Any:
@@ -193,11 +194,7 @@ def attended(**how: Any) -> Any:
         call = options | ({"attn_mask": mask} if mask is not None else {})
         return 2 * F.scaled_dot_product_attention(q, k, k.clone(), **call)
 
-    def run(p: Any, b: Any) -> Tensor:
-        return ya.apply(wrap(attend), p["a"], b).float().sum()
-
-    q = torch.empty(B, H, S, D, dtype=dtype, device="meta")
-    return trace(run, {"a": {"w": param(D)}}, q, precision=ya.Precision(compute=dtype)).visits[0].cost
+    return cost_of(wrap(attend), {"w": param(D)}, B, H, S, D, dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -399,6 +396,7 @@ def test_bad_arguments_are_named() -> None:
     options: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ValueError, sizes, {"mesh": (("shards", 4),)}),
         (ValueError, "mesh: expected positive sizes", {"ranks": 0}),
+        (ValueError, r"outermost first, .*'replicate', 2", {"mesh": (("shard", 4), ("replicate", 2))}),
         (TypeError, both, {"mesh": 4}),
         (TypeError, both, {"mesh": (("shard", 4),), "ranks": 4}),
         (ValueError, "microbatches=0: expected an integer >= 1", {"microbatches": 0}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 import pytest
 
@@ -683,7 +684,8 @@ def test_a_step_that_is_cut_needs_a_program_for_each_stage() -> None:
 
 
 def test_a_schedule_in_place_of_its_program_is_told_to_be_called() -> None:
-    for takes in (ya.verify, lambda program: ya.planner.simulate(program, "local")):
+    planned = ya.planner.Plan.of
+    for takes in (ya.verify, *(partial(call, cluster="local") for call in (ya.planner.simulate, planned))):
         with pytest.raises(TypeError, match=r"expected a Program, got function: schedule\(trace\)"):
             takes(lambda trace: trace)
 

@@ -136,7 +136,9 @@ def tuned(mesh: Any, argv: tuple[str, ...], hook: Hook = nothing, *arguments: An
 
 
 def _inside(mesh: Any, kind: Any, job_of: Any, argv: tuple[str, ...], hook: Hook, *arguments: Any) -> Run:
-    err, read, next_batch = io.StringIO(), [], Reader.next
+    err = io.StringIO()
+    read = []
+    next_batch = Reader.next
 
     def next_of(self: Reader) -> Batch:
         hook(len(read) + 1, self, *arguments)

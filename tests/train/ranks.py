@@ -21,7 +21,8 @@ class Ended(NamedTuple):
 
 def run(count: int, *args: str, module: tuple[str, ...] = ("train",), seconds: float = 500.0) -> list[Ended]:
     """What every rank said, once all have ended by themselves."""
-    port, end = launch.free_port(), time.monotonic() + seconds
+    port = launch.free_port()
+    end = time.monotonic() + seconds
     processes: list[Forked] = []
     with tempfile.TemporaryDirectory() as folder:
         said = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(count)]

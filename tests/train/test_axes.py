@@ -21,7 +21,9 @@ AXES = ("--mesh.tensor", "2", "--mesh.sequence", "--mesh.context", "2")
 @pytest.mark.parametrize("moves", [False, True])
 def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves: bool) -> None:
     """moves: it goes on with other ranks, and across stages"""
-    alone, folder, sizes = texts(tmp_path / "alone"), texts(tmp_path / "axes"), {"context": 2, "tensor": 2}
+    alone = texts(tmp_path / "alone")
+    folder = texts(tmp_path / "axes")
+    sizes = {"context": 2, "tensor": 2}
     inside.fine(pools[1].run(inside.inside, flags(alone, "--steps", "8")))
     argv = flags(folder, *AXES, "--steps", "8")
     for run in pools[4].run(spread, argv, sizes, inside.killed, 6):
@@ -41,17 +43,20 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves
         assert len(numbers(folder)["loss"]) == steps
 
 
-MIXTRAL, OF_THREE = ("--model", "tiny-mixtral"), ("--model", "tiny-mixtral-3")
+MIXTRAL = ("--model", "tiny-mixtral")
+OF_THREE = ("--model", "tiny-mixtral-3")
 
 
 def spread_and_whole_again(_: Any, argv: tuple[str, ...], sizes: dict[str, int]) -> inside.Run:
     """A run of a Mixtral over its experts, of which this rank then reads all."""
-    run, folder = spread(_, argv, sizes), Path(argv[argv.index("--runs") + 1], "a")
+    run = spread(_, argv, sizes)
+    folder = Path(argv[argv.index("--runs") + 1], "a")
     with inside.tiny():
         inside.speak(folder, "--json", "--length", "3")
         export.write(export.Config(folder / "exported", run=folder, device="cpu"))
     found, params = models.hf.load(folder / "exported")
-    assert found.experts == 4 and params.layers.tree[mixtral.DOWN].shape == (2, 4, 16, 24)
+    assert found.experts == 4
+    assert params.layers.tree[mixtral.DOWN].shape == (2, 4, 16, 24)
     return run
 
 
@@ -61,7 +66,8 @@ def spread_and_whole_again(_: Any, argv: tuple[str, ...], sizes: dict[str, int])
     [pytest.param((), id="all that come"), pytest.param(("--capacity", "0.75"), id="slots")],
 )
 def test_experts_over_an_axis_train_as_without(pools: Pools, tmp_path: Path, more: tuple[str, ...]) -> None:
-    alone, folder = texts(tmp_path / "alone"), texts(tmp_path / "axes")
+    alone = texts(tmp_path / "alone")
+    folder = texts(tmp_path / "axes")
     inside.fine(pools[2].run(spread, flags(alone, *MIXTRAL, *more), {"shard": 2}))
     argv = flags(folder, *MIXTRAL, *more, "--mesh.expert", "2")
     inside.fine(pools[2].run(spread_and_whole_again, argv, {"expert": 2}))

@@ -118,8 +118,10 @@ def test_a_run_leaves_what_it_should(unbroken: Unbroken) -> None:
     fields = {"step", "loss", "grad_norm", "lr", "tokens_per_s", "step_ms", "mem_bytes"}
     assert all(set(line) == fields for line in lines if "loss" in line)
     first, *_, last = (line["eval_loss"] for line in lines if "eval_loss" in line)
-    assert abs(first - 5.545) < 0.2 and last < first - 1
-    assert "held-out loss" in ended[0].out and "checkpoint" in ended[0].out
+    assert abs(first - 5.545) < 0.2
+    assert last < first - 1
+    assert "held-out loss" in ended[0].out
+    assert "checkpoint" in ended[0].out
     assert ended[1].out == ""
     assert all(e.err == "" for e in ended)
 
@@ -133,7 +135,8 @@ def test_a_run_that_is_killed_and_then_stopped_has_the_bits_of_an_unbroken_one(
     assert survivor.status == 1
     assert "error: rank 0: " in survivor.err and "step" in survivor.err, survivor.err
     assert any(op in survivor.err for op in ("gather of ", "reduce of ", "all-reduce")), survivor.err
-    assert "The last checkpoint is" in survivor.err and "--name a --resume" in survivor.err
+    assert "The last checkpoint is" in survivor.err
+    assert "--name a --resume" in survivor.err
     reached = last_step(tmp_path)
     assert EVERY <= reached <= EVERY + 3
 
@@ -169,9 +172,11 @@ def test_chunks_reach_the_loss_that_is_trained(tmp_path: Path, text: Path, monke
 def test_a_sample_continues_the_prompt(unbroken: Unbroken) -> None:
     sample = ("sample", "--run", str(unbroken[0] / "a"), "--prompt", "line ", "--length", "20", "--device", "cpu")
     (ended,) = run(1, *sample)
-    assert ended.status == 0 and ended.err == ""
+    assert ended.status == 0
+    assert ended.err == ""
     rule, text, *_ = ended.out.splitlines()
-    assert "step 30" in rule and "trained on sequences of 16 tokens" in ended.out
+    assert "step 30" in rule
+    assert "trained on sequences of 16 tokens" in ended.out
     assert text.startswith("line ")
 
 
@@ -198,7 +203,9 @@ def test_a_truncated_checkpoint_is_named_and_an_earlier_one_serves(
     newest = tmp_path / "a" / "checkpoints" / "step-00000030"
     os.truncate(newest / "rank-00001.safetensors", 1000)
     ended = fine(run(2, *flags(tmp_path, text, "--resume")))
-    assert "warning: " in ended[0].err and str(newest) in ended[0].err and "passed over" in ended[0].err
+    assert "warning: " in ended[0].err
+    assert str(newest) in ended[0].err
+    assert "passed over" in ended[0].err
     assert ended[1].err == ""
     assert losses(tmp_path) == losses(unbroken[0])
 

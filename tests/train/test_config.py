@@ -174,15 +174,18 @@ def test_damaged_json_names_the_file(tmp_path: Path, text: str) -> None:
 
 @pytest.mark.parametrize("many", [500, nightly(10_000)])
 def test_damaged_json_is_read_or_refused_by_name(tmp_path: Path, many: int) -> None:
-    text, path = to_json(Config(name="x", data=Data(files=("a", "b")))).encode(), tmp_path / "config.json"
-    draw, refused = random.Random(0), 0
+    text = to_json(Config(name="x", data=Data(files=("a", "b")))).encode()
+    path = tmp_path / "config.json"
+    draw = random.Random(0)
+    refused = 0
     for _ in range(many):
         of_json = draw.random() < 0.5
         path.write_bytes(json_damage(json.loads(text), draw) if of_json else byte_damage(text, draw))
         try:
             assert isinstance(from_json(path, Config), Config)
         except ConfigError as error:
-            assert str(path) in str(error) and len(str(error)) < 1000
+            assert str(path) in str(error)
+            assert len(str(error)) < 1000
             refused += 1
     print(f"{many} damaged configs: {refused} refused, {many - refused} read")
     assert many / 2 < refused < many
@@ -194,7 +197,8 @@ def test_a_folder_without_config_is_named(tmp_path: Path) -> None:
 
 
 def test_differences_are_dotted() -> None:
-    a, b = Config(seed=1), Config(seed=2, optim=Optim(b1=0.5))
+    a = Config(seed=1)
+    b = Config(seed=2, optim=Optim(b1=0.5))
     assert differences(a, b) == {"seed": (1, 2), "optim.b1": (0.9, 0.5)}
 
 
@@ -208,7 +212,8 @@ def test_resume_takes_the_runs_own_settings_as_defaults(tmp_path: Path) -> None:
     write_run(tmp_path / "a", config)
     assert resumed(tmp_path) == dataclasses.replace(config, runs=tmp_path, resume=True)
     longer = resumed(tmp_path, "--steps", "99")
-    assert longer.steps == 99 and longer.optim == config.optim
+    assert longer.steps == 99
+    assert longer.optim == config.optim
 
 
 def test_resume_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
@@ -247,10 +252,13 @@ def test_no_run_to_resume_is_said(tmp_path: Path) -> None:
 def test_unknown_subcommands_are_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fly"]) == 2
     shown = capsys.readouterr().err
-    assert "unknown subcommand 'fly'" in shown and "clm" in shown and "sample" in shown
+    assert "unknown subcommand 'fly'" in shown
+    assert "clm" in shown
+    assert "sample" in shown
     assert main(["bench", "ablate"]) == main(["published"]) == 2
     shown = capsys.readouterr().err
-    assert "python -m benchmarks\n" in shown and "python -m benchmarks published\n" in shown
+    assert "python -m benchmarks\n" in shown
+    assert "python -m benchmarks published\n" in shown
     assert main(["--help"]) == 0
     assert "continue prompts" in capsys.readouterr().out
 

@@ -49,7 +49,8 @@ def test_windows_predict_each_token_once() -> None:
         parts = list(windows(list(range(count)), 99, 6))
         assert [token for part in parts for token in part.targets] == list(range(count))
         for part in parts:
-            assert len(part.context) >= 1 and len(part.context) + len(part.targets) <= 7
+            assert len(part.context) >= 1
+            assert len(part.context) + len(part.targets) <= 7
             before = [99, *range(count)][: part.targets[0] + 1]
             assert part.context == before[-len(part.context) :]
     assert parts[-1] == Part([6, 7, 8, 9, 10, 11], [12])
@@ -95,14 +96,16 @@ def test_scores_are_those_of_whole_sequences_on_one_rank_and_on_two(pools: Pools
         assert [each.nats for each in found.parts] == pytest.approx(found.expected, abs=1e-4)
         a, b, both = found.perplexity
         assert (a.tokens, b.nbytes, both.nbytes) == (21, len(TEXTS["b"].encode()), 21 + len(TEXTS["b"].encode()))
-        assert b.nats == pytest.approx(-found.nats, abs=1e-3) and both.nats == pytest.approx(a.nats + b.nats)
+        assert b.nats == pytest.approx(-found.nats, abs=1e-3)
+        assert both.nats == pytest.approx(a.nats + b.nats)
         assert both.bits_per_byte == pytest.approx(both.nats / both.nbytes / math.log(2))
         assert both.per_token == both.per_byte == pytest.approx(math.exp(both.nats / both.tokens))
         assert found.accuracy == alone.accuracy
     assert min(alone.expected) < -20.0, "far from even"
     for told in (alone.harness, first.harness, second.harness) if alone.harness else ():  # where lm-eval is installed
         ((one,), (rolling,)) = told
-        assert one == (pytest.approx(alone.dog, abs=1e-4), False) and rolling == pytest.approx(alone.nats, abs=1e-3)
+        assert one == (pytest.approx(alone.dog, abs=1e-4), False)
+        assert rolling == pytest.approx(alone.nats, abs=1e-3)
 
 
 def test_a_choice_is_right_by_its_likelihood_or_by_that_of_a_byte(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,10 +191,13 @@ def test_generation_ends_before_what_it_is_to_end_with() -> None:
 def test_what_is_shown(pools: Pools) -> None:
     """By the first rank alone."""
     found = json.loads(pools[1].run(shown, "--json")[0])
-    assert found["model"] == "it" and set(found["text"]) == {"a", "b", "all"}
+    assert found["model"] == "it"
+    assert set(found["text"]) == {"a", "b", "all"}
     assert found["choices"]["q.jsonl"]["questions"] == 3
     table, nothing = pools[2].run(shown)
-    assert nothing == "" and "bits a byte" in table and "q.jsonl" in table
+    assert nothing == ""
+    assert "bits a byte" in table
+    assert "q.jsonl" in table
     assert f"{found['text']['all']['perplexity_per_token']:.3f}" in table
 
 

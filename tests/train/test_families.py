@@ -17,7 +17,8 @@ from tests.train.inside import Run, flags, inside, lines, speak, text, tiny
 
 def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[str]]:
     """The run of this rank, and what `sample --json` then says of it."""
-    run, out = inside(mesh, flags(folder, "--model", model, *more)), io.StringIO()
+    run = inside(mesh, flags(folder, "--model", model, *more))
+    out = io.StringIO()
     if not run.error:
         with contextlib.redirect_stdout(out), tiny():
             speak(folder / "runs" / "a", "--json", "--length", "4")
@@ -29,8 +30,10 @@ def test_a_family_is_trained_and_sampled(pools: Pools, tmp_path: Path, model: st
     (tmp_path / "heldout.txt").write_text(text(tmp_path, 200).read_text())
     more = ("--data.heldout-files", str(tmp_path / "heldout.txt"), "--eval-every", "6", "--eval-batches", "2")
     (first, said), (second, silent) = pools[2].run(trained, tmp_path, model, *more)
-    assert first.error == second.error == "" and silent == []
-    assert json.loads(said[0])["prompt"] == "def " and len(json.loads(said[0])["tokens"]) <= 4
+    assert first.error == second.error == ""
+    assert silent == []
+    assert json.loads(said[0])["prompt"] == "def "
+    assert len(json.loads(said[0])["tokens"]) <= 4
     heldout = [line for line in lines(tmp_path) if "eval_loss" in line]
     assert [line["step"] for line in heldout] == [0, 6, 12]
     assert heldout[-1]["eval_loss"] < heldout[0]["eval_loss"]

@@ -82,9 +82,13 @@ def page(*argv: str | Path) -> Page:
 
 @pytest.mark.nightly
 def test_a_run_records_a_step_and_trains_as_without(folder: Path) -> None:
-    run, plain = read(folder / "a"), read(folder / "plain")
-    assert run.timeline is not None and run.program is not None and run.machine is not None
-    assert plain.timeline is None and plain.machine is None
+    run = read(folder / "a")
+    plain = read(folder / "plain")
+    assert run.timeline is not None
+    assert run.program is not None
+    assert run.machine is not None
+    assert plain.timeline is None
+    assert plain.machine is None
     assert run.recorded in range(STEPS - 4, STEPS + 1)  # the last five
     assert run.timeline.title == "measured, rank 0 of 2"
     inside_program = [span.op for span in run.timeline.spans if span.number < len(run.program.ops)]
@@ -93,45 +97,56 @@ def test_a_run_records_a_step_and_trains_as_without(folder: Path) -> None:
     assert [row["loss"] for row in run.steps] == [row["loss"] for row in plain.steps]
     assert [(row["step"], row["eval_loss"]) for row in run.evaluations] == plain.series("eval_loss")
     assert [each["event"] for each in run.events] == ["start", "machine", "end"]
-    assert run.start["ranks"] == 2 and run.start["kind"] == "cpu"
+    assert run.start["ranks"] == 2
+    assert run.start["kind"] == "cpu"
 
 
 def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> None:
-    found, run = page(folder / "a"), read(folder / "a")
-    assert run.timeline is not None and run.program is not None and run.machine is not None
+    found = page(folder / "a")
+    run = read(folder / "a")
+    assert run.timeline is not None
+    assert run.program is not None
+    assert run.machine is not None
     assert not re.search(r"(src|href)=\"(?!data:)|@import|url\(|<script", found.raw)
     assert f"Finished after step {STEPS} of {STEPS}" in found.text
     assert f"{run.evaluations[-1]['eval_loss']:.4f} nats a byte; step {STEPS}" in found.text
-    assert "loss, nats a byte" in found.text and "median; a token is a byte" in found.text
-    assert "tokens in 1 document" in found.text and "not written down" not in found.text
+    assert "loss, nats a byte" in found.text
+    assert "median; a token is a byte" in found.text
+    assert "tokens in 1 document" in found.text
+    assert "not written down" not in found.text
     assert all(f"loss {number(row['loss'])}" in found.text for row in run.steps)  # under the pointer
-    assert found.raw.count('<svg class="chart"') == 4 and found.raw.count('<img class="picture"') == 1
+    assert found.raw.count('<svg class="chart"') == 4
+    assert found.raw.count('<img class="picture"') == 1
     predicted = ya.planner.simulate(run.program, run.machine)
     assert f"step {shown(predicted.seconds)} {shown(run.timeline.seconds)}" in found.text
     least = ya.planner.Plan.of(run.program, run.machine).least
     assert f"The bound there, below the prediction: {least.against(predicted.seconds)}." in found.text
     memory = ya.planner.predict_memory(run.program, device="cpu")
-    assert f"peak {size(memory.peak_bytes)}" in found.text and memory.at in found.text
+    assert f"peak {size(memory.peak_bytes)}" in found.text
+    assert memory.at in found.text
     assert "optim.learning_rate 0.001 0.002" in found.text
     assert "forward layers[0] in slot" in found.text
     elsewhere = page(folder / "a", "--cluster", "h100-80g")
-    assert (
-        shown(ya.planner.simulate(run.program, "h100-80g").seconds) in elsewhere.text
-        and "figures of h100" in elsewhere.text
-    )
+    assert shown(ya.planner.simulate(run.program, "h100-80g").seconds) in elsewhere.text
+    assert "figures of h100" in elsewhere.text
 
 
 def test_two_runs_beside_each_other(folder: Path) -> None:
-    a, b, found = read(folder / "a"), read(folder / "plain"), page(folder / "a", folder / "plain")
-    assert "calibrate True False" in found.text and "timeline_every 50 0" in found.text
+    a = read(folder / "a")
+    b = read(folder / "plain")
+    found = page(folder / "a", folder / "plain")
+    assert "calibrate True False" in found.text
+    assert "timeline_every 50 0" in found.text
     held = [run.evaluations[-1]["eval_loss"] for run in (a, b)]
     assert f"held-out loss, last nats a byte {number(held[0])} {number(held[1])} 1.000" in found.text
     assert re.search(r"step, median m?s [\d.]+ [\d.]+ ", found.text)
     assert re.search(r"most memory [GM]iB [\d.]+ [\d.]+ ", found.text)
-    assert found.raw.count('<svg class="chart"') == 4 and "Their tokens" not in found.text
+    assert found.raw.count('<svg class="chart"') == 4
+    assert "Their tokens" not in found.text
     assert "Not both of them have recorded one" in found.text
     twice = page(folder / "a", folder / "a")
-    assert twice.raw.count('<img class="picture"') == 1 and " schedule ranks microbatches step " in twice.text
+    assert twice.raw.count('<img class="picture"') == 1
+    assert " schedule ranks microbatches step " in twice.text
     assert "step +0.0%, " in twice.text
 
 
@@ -157,7 +172,8 @@ def test_tokens_that_are_not_the_same_have_no_ratio(folder: Path, mine: Path, be
         held, found, (a, b) = number(read(mine).series("eval_loss")[-1][1]), page(*pair), units
         assert f"held-out loss, last {held} nats a {a} {held} nats a {b} most memory" in found.text
         assert "what is by the token has no ratio" in found.text
-        assert found.raw.count('<svg class="chart"') == 6 and f"loss, nats a {a}" in found.text
+        assert found.raw.count('<svg class="chart"') == 6
+        assert f"loss, nats a {a}" in found.text
         assert "speed, median tokens/s" in found.text
         assert not re.search(r"speed, median tokens/s \S+ \S+ \d", found.text)
     assert page(mine, mine).raw.count('<svg class="chart"') == (6 if before else 4)
@@ -168,13 +184,15 @@ def test_a_run_of_before_says_what_is_missing(mine: Path) -> None:
         (mine / name).unlink()
     found = page(mine)
     assert "<h1>x&lt;i&gt;&amp;</h1>" in found.raw
-    assert "it has no events.jsonl" in found.text and "it has no timeline.json" in found.text
+    assert "it has no events.jsonl" in found.text
+    assert "it has no timeline.json" in found.text
     assert main([str(mine), "--cluster", "h100-80g"]) == 2, "it would be left unused"
 
 
 def test_runs_that_ended_otherwise(mine: Path) -> None:
     events = (mine / "events.jsonl").read_text().splitlines()
-    start, end = json.loads(events[0]), json.loads(events[-1])
+    start = json.loads(events[0])
+    end = json.loads(events[-1])
     warning = {"time": start["time"], "event": "warning", "text": "step 3: <not> finite"}
 
     def said(*lines: Any) -> str:
@@ -268,7 +286,8 @@ def test_an_axis_holds_its_values_and_has_ticks(values: list[float], log: bool) 
         return
     found = axis(values, log=log)
     assert all(0 <= found.at(value) <= 1 for value in values)
-    assert sorted(found.ticks) == list(found.ticks) and 1 <= len(found.ticks) <= 10
+    assert sorted(found.ticks) == list(found.ticks)
+    assert 1 <= len(found.ticks) <= 10
     assert all(found.low * 0.99 <= tick <= found.high * 1.01 or not log for tick in found.ticks)
 
 
@@ -282,7 +301,9 @@ def test_a_long_run_is_thinned_and_keeps_its_extremes() -> None:
     points = [(float(step), float(step % 7)) for step in range(1, 50_001)]
     points[30_000] = (30_001.0, 999.0)
     found = thinned(points)
-    assert len(found) <= 2 * (COLUMNS + 1) and found == sorted(found) and (30_001.0, 999.0) in found
+    assert len(found) <= 2 * (COLUMNS + 1)
+    assert found == sorted(found)
+    assert (30_001.0, 999.0) in found
     assert max(value for _, value in medians(points)) < 7
     assert len(chart("loss", [Line("loss", points, noisy=True)], 50_000)) < 150_000
 
@@ -315,7 +336,8 @@ def spoken(value: Any, word: str) -> Any:
 
 def hostile_run(source: Path, run: Run, into: Path, word: str) -> None:
     """A run whose events, settings, units and recorded step have hostile names."""
-    assert run.program is not None and run.timeline is not None
+    assert run.program is not None
+    assert run.timeline is not None
     shutil.copytree(source, into, ignore=shutil.ignore_patterns("checkpoints", "tensorboard"))
     lines = [json.loads(line) for line in (into / "events.jsonl").read_text().splitlines()]
     lines.insert(1, {"time": lines[0]["time"], "event": "warning", "text": ""})
@@ -335,7 +357,8 @@ def hostile_run(source: Path, run: Run, into: Path, word: str) -> None:
 @pytest.mark.timeout(7200)
 def test_names_of_a_run_are_text(folder: Path, tmp_path: Path) -> None:
     """On the page of one run and of two, and in the picture of the step, opened by itself."""
-    good, pictures = read(folder / "a"), 0
+    good = read(folder / "a")
+    pictures = 0
     with served(tmp_path) as url, Browser() as browser:
         for number, word in enumerate(hostile.MARKUP):
             run = tmp_path / re.sub(r"[/\0]", "", f"{number}{word[:60]}")

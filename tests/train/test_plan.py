@@ -24,7 +24,8 @@ SMALL = ["--model", "llama3.2-1b", "--gpus", "16", "--seq-len", "512"]
 @pytest.fixture(autouse=True, scope="module")
 def traced_once() -> Iterator[None]:
     """Commands of this module share the traces of equal steps."""
-    made, trace = dict[Any, Any](), step.traced
+    made = dict[Any, Any]()
+    trace = step.traced
 
     def traced(options: step.Options, config: Any, mesh: Any, *how: Any, **over: Any) -> Any:
         sizes = options.seq_len, options.batch, options.microbatches, options.reduce
@@ -48,21 +49,26 @@ def planned(capsys: Capsys, *arguments: str) -> dict[str, Any]:
 
 
 def test_json_is_alone_on_stdout(capsys: Capsys, tmp_path: Path) -> None:
-    picture, events = tmp_path / "step.svg", tmp_path / "step.json"
+    picture = tmp_path / "step.svg"
+    events = tmp_path / "step.json"
     assert main([*SMALL, "--json", "--timeline", str(picture), "--perfetto", str(events)]) == 0
     out, err = capsys.readouterr()
     found = json.loads(out)
     assert {"step_s", "fsdp_step_s", "compute_s", "comm_s", "peak_bytes", "min_ckpt_layers"} <= set(found)
     assert found["step_s"] >= max(found["compute_s"], found["comm_s"]) > 0
-    assert found["peak_bytes"] == sum(found["memory"].values()) <= found["budget_bytes"] and found["fits"]
-    assert picture.read_text().startswith("<?xml") and json.loads(events.read_text())["traceEvents"]
-    assert str(picture) in err and str(events) in err
+    assert found["peak_bytes"] == sum(found["memory"].values()) <= found["budget_bytes"]
+    assert found["fits"]
+    assert picture.read_text().startswith("<?xml")
+    assert json.loads(events.read_text())["traceEvents"]
+    assert str(picture) in err
+    assert str(events) in err
 
 
 def test_a_laptop_has_ranks_and_no_gpus(capsys: Capsys) -> None:
     few = ["--model", "debug", "--gpus", "1", "--seq-len", "64"]
     out = shown(capsys, *few, "--cluster", "local")
-    assert "on 1 rank (local)" in out and " a rank\n" in out.replace("  ", "")
+    assert "on 1 rank (local)" in out
+    assert " a rank\n" in out.replace("  ", "")
     assert "GPU" not in out
     assert "on 1 GPU (a100-80g)" in shown(capsys, *few)
 
@@ -70,7 +76,8 @@ def test_a_laptop_has_ranks_and_no_gpus(capsys: Capsys) -> None:
 def test_what_a_plan_answers_to(capsys: Capsys) -> None:
     base = planned(capsys)
     again = planned(capsys, "--ckpt-layers", "16")
-    assert again["compute_s"] > base["compute_s"] and again["peak_bytes"] < base["peak_bytes"]
+    assert again["compute_s"] > base["compute_s"]
+    assert again["peak_bytes"] < base["peak_bytes"]
     assert planned(capsys, "--seq-len", "1024")["compute_s"] > 1.7 * base["compute_s"]
     assert planned(capsys, "--reduce", "bf16")["comm_s"] < 0.8 * base["comm_s"]
     assert planned(capsys, "--cluster", "h100-80g")["step_s"] < base["step_s"]
@@ -82,13 +89,17 @@ def test_what_a_plan_answers_to(capsys: Capsys) -> None:
 
 
 def test_what_nothing_explains_is_in_published_runs_alone(capsys: Capsys) -> None:
-    base, as_run = planned(capsys), planned(capsys, "--schedule", "yafsdp")
+    base = planned(capsys)
+    as_run = planned(capsys, "--schedule", "yafsdp")
     elsewhere = planned(capsys, "--schedule", "yafsdp", "--cluster", "h100-80g")
     unexplained = 18 * 6e-3  # embedding, norm (with the head tied to the first), 16 layers
-    assert base["overhead_s"] == 0.0 and as_run["overhead_s"] == pytest.approx(unexplained)
+    assert base["overhead_s"] == 0.0
+    assert as_run["overhead_s"] == pytest.approx(unexplained)
     assert base["unexplained_s"] == pytest.approx({"fsdp": unexplained, "fsdp2": 0, "yafsdp": unexplained, "zero3": 0})
-    assert not any(elsewhere["unexplained_s"].values()) and elsewhere["overhead_s"] == 0.0
-    assert base["cluster"] == "a100-80g" and "as in YaFSDP's runs" in as_run["cluster"]
+    assert not any(elsewhere["unexplained_s"].values())
+    assert elsewhere["overhead_s"] == 0.0
+    assert base["cluster"] == "a100-80g"
+    assert "as in YaFSDP's runs" in as_run["cluster"]
     assert {as_run["step_s"], as_run["yafsdp_step_s"]} == {base["yafsdp_step_s"]}
     for plan, own in ((base, 0.0), (as_run, unexplained)):  # what is saved leaves it out on both sides
         part = 1 - (plan["step_s"] - own) / (plan["fsdp_step_s"] - unexplained)
@@ -98,7 +109,8 @@ def test_what_nothing_explains_is_in_published_runs_alone(capsys: Capsys) -> Non
 def test_rows_of_the_published_table_come_out_as_fitted(capsys: Capsys) -> None:
     row = next(row for row in yafsdp.rows() if row.ckpt_layers == 10)
     shape = ["--model", row.model, "--gpus", str(row.gpus), "--seq-len", str(row.seq_len)]
-    found, remat = planned(capsys, *shape, "--ckpt-layers", "10"), ya.schedules.remat.first(10)
+    found = planned(capsys, *shape, "--ckpt-layers", "10")
+    remat = ya.schedules.remat.first(10)
     assert found["min_ckpt_layers"] == 11  # of zero3
     for peer in ("yafsdp", "fsdp"):
         assert found[f"{peer}_step_s"] == pytest.approx(
@@ -109,14 +121,18 @@ def test_rows_of_the_published_table_come_out_as_fitted(capsys: Capsys) -> None:
 def test_small_models_have_no_part_that_nothing_explains(capsys: Capsys) -> None:
     assert all(cluster.overhead(100) == 0.0 for cluster in CLUSTERS.values())
     time, others = shown(capsys, "--model", "gpt2-xl", "--gpus", "8", "--seq-len", "1024").split("others, ")
-    assert "overhead 0 s" in time and "unit_overhead" not in time and "nothing explains" not in time
-    assert "YaFSDP as fitted, 0.30 s unexplained" in others and '"saved" leaves out' in others
+    assert "overhead 0 s" in time
+    assert "unit_overhead" not in time
+    assert "nothing explains" not in time
+    assert "YaFSDP as fitted, 0.30 s unexplained" in others
+    assert '"saved" leaves out' in others
 
 
 def test_over_axes_inside_of_layers(capsys: Capsys) -> None:
     base = planned(capsys)
     over = planned(capsys, "--mesh.tensor", "2", "--mesh.sequence")
-    assert over["mesh"] == {"shard": 8, "tensor": 2} and over["schedule"].startswith("tensor 2, zero3")
+    assert over["mesh"] == {"shard": 8, "tensor": 2}
+    assert over["schedule"].startswith("tensor 2, zero3")
     assert over["tokens_per_step"] == base["tokens_per_step"] // 2
     assert over["memory"]["activations"] < 0.6 * base["memory"]["activations"]
     assert over["saved"]["fsdp2"] == pytest.approx(1 - 2 * over["step_s"] / over["fsdp2_step_s"])
@@ -131,7 +147,9 @@ def test_as_few_layers_recompute_as_fit(capsys: Capsys) -> None:
     assert roomy["min_ckpt_layers"] == 0
     tight = planned(capsys, "--memory-gib", f"{roomy['peak_bytes'] / 2**30 - 0.3}")
     fewest = tight["min_ckpt_layers"]
-    assert 0 < fewest < 16 and f"{fewest} of 16 layers recomputed" in tight["schedule"] and tight["fits"]
+    assert 0 < fewest < 16
+    assert f"{fewest} of 16 layers recomputed" in tight["schedule"]
+    assert tight["fits"]
     fewer = planned(capsys, "--memory-gib", f"{tight['budget_bytes'] / 2**30}", "--ckpt-layers", str(fewest - 1))
     assert not fewer["fits"]
 
@@ -140,7 +158,9 @@ def test_what_does_not_fit_is_shown_and_is_an_error(capsys: Capsys) -> None:
     assert main([*SMALL, "--memory-gib", "1", "--json", "--timeline", "None"]) == 2
     out, err = capsys.readouterr()
     found = json.loads(out)
-    assert not found["fits"] and found["min_ckpt_layers"] is None and "Largest: " in found["why_not"]
+    assert not found["fits"]
+    assert found["min_ckpt_layers"] is None
+    assert "Largest: " in found["why_not"]
     assert found["why_not"] in " ".join(err.split())
     assert planned(capsys)["why_not"] is None
 
@@ -152,7 +172,9 @@ def test_for_people(capsys: Capsys, tmp_path: Path) -> None:
     out = capsys.readouterr().out
     drawn = picture.read_text()
     for line in ("best builder", "written: ", "no program takes less than", " moves"):  # and the picture
-        assert line in out and line in drawn and out.count(" moves") == 1
+        assert line in out
+        assert line in drawn
+        assert out.count(" moves") == 1
     for words in ("llama3.2-1b", "bound by", "FSDP2", "saved", "gradient slots", "fewest layers", "shorter than zero3"):
         assert words in out
     assert "searched for the same 8,192 tokens a step" in out
@@ -163,7 +185,8 @@ def test_every_time_has_tokens_beside_it(capsys: Capsys, monkeypatch: pytest.Mon
     found = planned(capsys, "--batch", "2", "--microbatches", "2")
     assert found["tokens_per_step"] == 16 * 2 * 512
     out = shown(capsys, "--batch", "2", "--microbatches", "2")
-    assert "16,384 a step" in out and f"{found['tokens_per_second']:,.0f} tokens/s" in out
+    assert "16,384 a step" in out
+    assert f"{found['tokens_per_second']:,.0f} tokens/s" in out
     for other, named in OTHERS.items():
         seconds = found[f"{other}_step_s"]
         row = next(line for line in out.splitlines() if line.startswith(f" {named}"))
@@ -175,15 +198,18 @@ SEVERAL = ["fsdp2", "zero3", "hsdp", "one_f_one_b-stages2-zero1", "interleaved-s
 
 def test_several_schedules_beside_each_other(capsys: Capsys, tmp_path: Path) -> None:
     how = [*SMALL, "--batch", "2", "--microbatches", "2", "--ckpt-layers", "0", "--schedules", *SEVERAL]
-    picture, events = tmp_path / "all.svg", tmp_path / "all.json"
+    picture = tmp_path / "all.svg"
+    events = tmp_path / "all.json"
     assert main([*how, "--timeline", str(picture), "--perfetto", str(events)]) == 0
     out = capsys.readouterr().out
     found = planned(capsys, *how)
     rows = found["schedules"]
-    assert set(rows) == set(SEVERAL) and found["tokens_per_step"] == 16 * 2 * 512
+    assert set(rows) == set(SEVERAL)
+    assert found["tokens_per_step"] == 16 * 2 * 512
     assert [row["step_s"] for row in rows.values()] == sorted(row["step_s"] for row in rows.values())
     alone = planned(capsys, *how[: how.index("--schedules")], "--schedule", "hsdp")
-    assert rows["hsdp"]["step_s"] == alone["step_s"] and rows["hsdp"]["peak_bytes"] == alone["peak_bytes"]
+    assert rows["hsdp"]["step_s"] == alone["step_s"]
+    assert rows["hsdp"]["peak_bytes"] == alone["peak_bytes"]
     staged = rows["one_f_one_b-stages2-zero1"]
     assert (staged["stages"], staged["ranks"], staged["microbatches"]) == (2, 16, 4)
     assert staged["tokens_per_s"] == 16 * 2 * 512 / staged["step_s"]
@@ -191,7 +217,8 @@ def test_several_schedules_beside_each_other(capsys: Capsys, tmp_path: Path) -> 
         (line,) = (line.split() for line in out.splitlines() if line.startswith(f"{name} "))
         assert line[-1] == f"{row['tokens_per_s']:,.0f}"
     drawn = picture.read_text()
-    assert all(f">{name}<" in drawn for name in SEVERAL) and drawn.count(">stage 1<") == 2
+    assert all(f">{name}<" in drawn for name in SEVERAL)
+    assert drawn.count(">stage 1<") == 2
     assert len({event["pid"] for event in json.loads(events.read_text())["traceEvents"]}) == 7
 
 
@@ -200,7 +227,8 @@ def test_each_of_several_recomputes_what_it_must(capsys: Capsys) -> None:
     peaks = {name: row["peak_bytes"] for name, row in planned(capsys, *how)["schedules"].items()}
     limit = max(peaks.values()) / 2**30 - 0.1
     tight = planned(capsys, *how, "--memory-gib", f"{limit}")["schedules"]
-    assert all(row["fits"] for row in tight.values()) and any(name.endswith(" recomputed") for name in tight)
+    assert all(row["fits"] for row in tight.values())
+    assert any(name.endswith(" recomputed") for name in tight)
     assert main([*SMALL, *how, "--memory-gib", "1", "--timeline", "None"]) == 2
     assert "Largest: " in capsys.readouterr().err
 
@@ -259,4 +287,5 @@ def test_errors(capsys: Capsys, arguments: list[str], says: str) -> None:
     except SystemExit as ended:  # tyro's own way out
         status = ended.code
     out, err = capsys.readouterr()
-    assert status == 2 and says in " ".join((out + err).replace("│", " ").split())
+    assert status == 2
+    assert says in " ".join((out + err).replace("│", " ").split())

@@ -45,7 +45,8 @@ class Talks:
 
     def conversations(self) -> Any:
         for i in range(30):
-            question, answer = f"q{i}" * (1 + i % 3), chr(97 + i % 26) * (60 if i % 9 == 4 else 1 + i % 5)
+            question = f"q{i}" * (1 + i % 3)
+            answer = chr(97 + i % 26) * (60 if i % 9 == 4 else 1 + i % 5)
             yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
     def texts(self) -> Any:
@@ -73,7 +74,8 @@ def by_hand(kind: str, folder: Path) -> tuple[float, list[Tensor]]:
     """The mean over the targets that count, one row after the other, each document a sequence of its own."""
     params = optree.tree_map(lambda leaf: leaf.double().requires_grad_(), ya.materialize(llama.params(TINY)))
     whole = [next(batches(rows_of(kind, folder), 3, 2, Place(rank, 2, CPU), seed=0))[0] for rank in (0, 1)]
-    total, count = torch.zeros((), dtype=torch.float64), 0
+    total = torch.zeros((), dtype=torch.float64)
+    count = 0
     for rank, batch in enumerate(whole):
         batch["targets"][0, : 5 + 9 * rank] = -100
         for tokens, targets, documents in zip(*(batch[key] for key in ("tokens", "targets", "documents")), strict=True):
@@ -132,14 +134,17 @@ def test_a_killed_run_goes_on_with_other_ranks_and_reads_each_conversation_once(
     assert {one.error for one in two} == {"Killed: "}
     one = fine(pools[1].run(tuned, (*argv, "--resume", "--steps", "24")))
     rows = [row for step in range(8) for each in two for row in each.read[step]] + [row for (row,) in one[0].read[:16]]
-    assert len(rows) == 32 and len(set(rows)) == 32
+    assert len(rows) == 32
+    assert len(set(rows)) == 32
     config = from_json(base / "runs" / "b" / "config.json", Tuning)
     assert config.start == str(base / "runs" / "a")
     found = losses(base, "b")
-    assert len(found) == 24 and sum(found[-4:]) < sum(found[:4]) - 4
+    assert len(found) == 24
+    assert sum(found[-4:]) < sum(found[:4]) - 4
     with pytest.raises(ConfigError, match=r"it is of `python -m train sft`, not of `clm`"):
         from_json(base / "runs" / "b" / "config.json", Config)
-    assert run.newest(base / "runs", Config).name == "a" and run.newest(base / "runs", Config, Tuning).name == "b"
+    assert run.newest(base / "runs", Config).name == "a"
+    assert run.newest(base / "runs", Config, Tuning).name == "b"
 
 
 @pytest.mark.parametrize(("world", "batch"), [nightly(1, 2), (2, 1)])
@@ -151,7 +156,8 @@ def test_a_small_file_trains_as_it_is_and_says_so(
     argv = without(given, "--data.batch", "--eval-every", "--data.datasets")
     fine(pools[world].run(tuned, (*argv, "--data.datasets", talks(tmp_path, 3))))
     config = from_json(base / "runs" / f"small{world}" / "config.json", Tuning)
-    assert (config.data.batch, config.eval_every) == (batch, 0)
+    assert config.data.batch == batch
+    assert config.eval_every == 0
     rows = [Conversations.of("text", [source], Bytes(), ByteChat(), 24, tmp_path) for source in (Talks(), Quiet())]
     said = run.headline(config, "a model", TINY, ALONE, *rows)
     assert said.endswith("held out: nothing, so no evaluations; --data.heldout-files names some")
@@ -224,7 +230,8 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
     for stored, kept in zip(pools[1].run(whole, base / "runs" / "d")[0], merged, strict=True):
         torch.testing.assert_close(stored.float(), kept.float(), rtol=0, atol=1e-9)
     (shown,) = pools[1].run(asked, base / "runs" / "d")
-    assert "step 3" in shown and "7?" in shown
+    assert "step 3" in shown
+    assert "7?" in shown
     for name in ("empty", "young"):
         (tmp_path / name).mkdir()
     (tmp_path / "young" / "config.json").write_text((base / "runs" / "a" / "config.json").read_text())
@@ -234,6 +241,7 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
         ("young", "holds no complete checkpoint yet"),
     ):
         for one in pools[2].run(tuned, (*chat_flags(base), "--name", "e", "--start", str(tmp_path / name))):
-            assert one.error.startswith("ConfigError: ") and message in one.error
+            assert one.error.startswith("ConfigError: ")
+            assert message in one.error
     refused = pools[1].run(tuned, (*chat_flags(base), "--name", "e", "--lora.rank", "2", "--lora.where", "nosuch"))
     assert "ConfigError: lora.where nosuch: " in refused[0].error

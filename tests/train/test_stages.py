@@ -44,7 +44,8 @@ def folder(tmp_path: Path) -> Path:
 
 def alike(folder: Path, alone: Path) -> None:
     """The numbers of a run are those of another one."""
-    found, expected = numbers(folder), numbers(alone)
+    found = numbers(folder)
+    expected = numbers(alone)
     for key, values in expected.items():
         assert len(values) > 2 and found[key] == pytest.approx(values, rel=1e-4), key
 
@@ -52,7 +53,8 @@ def alike(folder: Path, alone: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_run_across_stages_is_that_of_one_rank(pools: Pools, folder: Path, tmp_path: Path, order: str) -> None:
-    alone, two = texts(tmp_path / "alone"), {"stage": 2}
+    alone = texts(tmp_path / "alone")
+    two = {"stage": 2}
     (one,) = inside.fine(pools[1].run(inside.inside, flags(alone)))
     stages = flags(folder, "--mesh.stage", "2", "--mesh.order", order, "--timeline-every", "50")
     for run in pools[2].run(spread, stages, two, inside.killed, 7):

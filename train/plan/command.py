@@ -62,7 +62,7 @@ def run(options: Options) -> Result:
     config = models.CONFIGS[options.model]
     where = cluster(options.cluster)
     published = peers.AS_RUN if where is CLUSTERS["a100-80g"] else where
-    flat = traced(dataclasses.replace(options, int8="none"), config, axes(options.gpus))
+    flat = traced(dataclasses.replace(options, wire="none"), config, axes(options.gpus))
     found = None
     if options.search:
         traces = [*over_axes(options, config, where)]

@@ -81,8 +81,8 @@ class Options:
     """Seconds for writing a program that no builder has, from what --search finds."""
     reduce: Reduce = "fp32"
     """Dtype of gradients on the wire."""
-    int8: Literal["none", "gathers", "both"] = "none"
-    """Parts of the layers' matrices that travel in int8: weights, or weights and gradients."""
+    wire: Literal["none", "int8", "int8-both"] = "none"
+    """Format in which the layers' matrices travel: weights in int8, or weights and gradients."""
     memory_gib: float | None = None
     """Memory that a rank may fill. Not given: what the cluster's GPUs have for tensors."""
     timeline: Path | None = Path("plan.png")
@@ -132,8 +132,8 @@ class Options:
             )
         if "chunk" in words and self.ckpt_layers:
             raise ValueError(f"--ckpt-layers {self.ckpt_layers}: the chunks of {self.schedule} are recomputed anyway")
-        if self.schedule == YAFSDP and (self.mesh != Inside() or self.int8 != "none"):
-            raise ValueError("--schedule yafsdp: no axes inside of layers, and no int8: leave --mesh and --int8 out")
+        if self.schedule == YAFSDP and (self.mesh != Inside() or self.wire != "none"):
+            raise ValueError("--schedule yafsdp: no axes inside of layers, and no int8: leave --mesh and --wire out")
         self._check_schedules()
         shown = self.schedules or (self.schedule,)
         if self.replicate is not None and not any("hsdp" in name for name in shown):
@@ -248,7 +248,7 @@ def traced(
     of = models.of(config)
     return trace(
         of.loss(config, chunks=chunks, axes=over),
-        setup.travelling(of.params(config, **over.options), options.int8),
+        setup.travelling(of.params(config, **over.options), options.wire),
         {"tokens": tokens, "targets": tokens},
         mesh=mesh,
         precision=PRECISIONS[options.reduce],

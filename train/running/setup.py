@@ -84,14 +84,16 @@ def optimizer(config: Optim, steps: int) -> ya.optim.GradientTransformation:
     return ya.optim.chain(ya.optim.clip_by_global_norm(config.clip_norm), adamw)
 
 
-def travelling(params: Any, int8: str) -> Any:
-    """The parameters of a model, as --sharding.int8 lets them travel: the matrices of layers, but no router."""
-    if int8 == "none":
+def travelling(params: Any, wire: str) -> Any:
+    """The parameters of a model, as --sharding.wire lets them travel: the matrices of layers, but no router."""
+    if wire == "none":
         return params
-    format = ya.formats.Scaled(stochastic=int8 == "stochastic")
+    if wire == "float8":
+        return ya.formats.float8(params)
+    format = ya.formats.Scaled(stochastic=wire == "int8-stochastic")
     return ya.params.with_wire(
         params,
-        ya.Wire(format, None if int8 == "gathers" else format),
+        ya.Wire(format, None if wire == "int8" else format),
         lambda path, leaf: len(leaf.shape) > 2 and "router" not in path,
     )
 

@@ -207,7 +207,7 @@ class Opened:
         how: Any = {"mesh": mesh, "precision": precision, "seed": seed}
 
         def adapted(tree: Any) -> Any:
-            return adapter(lora)(setup.travelling(tree, sharding.int8))
+            return adapter(lora)(setup.travelling(tree, sharding.wire))
 
         if self.run is None:
             _, lazy = models.hf.load(self.folder, pin_norms=pin_norms)

@@ -133,7 +133,10 @@ def _as_rank(call: Call, ranks: int) -> list[bytes]:
     here = f"this process is rank {rank} of {world}"
     # forks of `launch` have a store that outlives them, too, but no run of torchrun
     if not dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise RuntimeError(f"ya.launch starts ranks, and {here} itself: call it once, or the function alone")
+        raise RuntimeError(
+            f"ya.launch starts ranks, and {here} itself: call it once, or the function alone. If no launcher has "
+            "started it, RANK and WORLD_SIZE are left over in the environment: unset them"
+        )
     if ranks != world:
         raise RuntimeError(f"launch(ranks={ranks}): {here} that torchrun has started: expected ranks={world}")
     buffer = io.BytesIO()

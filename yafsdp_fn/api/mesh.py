@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from datetime import timedelta
 
 import torch
@@ -139,6 +140,9 @@ def _check_deterministic(asked: object, stages: int, replicas: int, ranks: int, 
 
 # ---- The process group, where there is none.
 
+OTHER_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""The number of processes that srun, Open MPI's mpirun and others' have started."""
+
 
 def _start(kind: str, timeout: timedelta) -> None:
     backend = "cuda:nccl,cpu:gloo" if kind == "cuda" else "gloo"
@@ -157,5 +161,13 @@ def _start(kind: str, timeout: timedelta) -> None:
         with answers(timeout, "meeting the other ranks"):
             dist.init_process_group(backend, timeout=timeout, **rendezvous_store(timeout))
     else:
+        for size in OTHER_LAUNCHERS:
+            if os.environ.get(size, "1") != "1":
+                warnings.warn(
+                    f"mesh: by {size} there are several processes, but WORLD_SIZE is not set: each of them trains "
+                    "alone, as the only rank of a run. Let each node start torchrun, once, or set RANK, WORLD_SIZE, "
+                    "MASTER_ADDR and MASTER_PORT for each process",
+                    stacklevel=3,
+                )
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)

@@ -184,6 +184,15 @@ def _from_leaves(
             stacklevel=3,
         )
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
+    places: dict[Any, str] = {}
+    for path, leaf in given:
+        first = places.setdefault(leaf.data_ptr() or path, path) if isinstance(leaf, Tensor) else path
+        if first != path:
+            warnings.warn(
+                f"shard: {first} and {path} are one tensor, and are trained as two, each by its own gradient. If they "
+                "are tied, give one leaf, which the loss uses twice; if two are meant, a copy (x.clone())",
+                stacklevel=3,
+            )
     comms = communicators(mesh)
     leaf_of: dict[str, Any] = {}
     for entry, own in zip(layout.entries, leaves, strict=True):

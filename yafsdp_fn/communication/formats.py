@@ -27,6 +27,7 @@ class Format:
     name: what ranks compare, and programs say; equal names mean equal bytes
     block_bytes: at most those of a block in the dtype that it takes the place of
     stochastic: it rounds by `noise(numbers, self.updates)`; updates: 0, but for moments (`at`)
+    kept: slots hold the bytes as they have come, and blocks read them (`ya.formats.Float8`)
     Values that are not finite must come back not finite: a step with such gradients is skipped.
 
     >>> class Halves(ya.formats.Format):
@@ -46,6 +47,7 @@ class Format:
     block_bytes: int
     stochastic: bool = False
     updates: int | Tensor = 0
+    kept: bool = False
 
     def encode(self, blocks: Tensor) -> Tensor:
         """Encodes blocks [B, block], of any floating dtype, to bytes [B, block_bytes], uint8."""

@@ -14,6 +14,7 @@ from yafsdp_fn.util.mesh_axes import (
     LOCAL,
     MOST_RANKS,
     NODE,
+    OUTSIDE,
     REPLICATE,
     SHARD,
     AxisCollective,
@@ -197,11 +198,11 @@ def absent_ranks(axes: MeshAxes, device: torch.device | None = None) -> Ranks:
     names = tuple(name for name, _ in axes)
     inside = inside_of(names)
     outer = names[: len(names) - len(inside)]
-    if outer not in AXES or len(sizes) < len(axes) or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
-        known = ", ".join(map(str, AXES))
+    known = outer in AXES and OUTSIDE.isdisjoint(inside)
+    if not known or len(sizes) < len(axes) or any(not isinstance(n, int) or n < 1 for n in sizes.values()):
         raise ValueError(
-            f"mesh: expected positive sizes of axes {known}, outermost first, and of axes inside blocks behind shard; "
-            f"got {axes}"
+            f"mesh: expected positive sizes of axes {', '.join(map(str, AXES))}, outermost first, and of axes inside "
+            f"blocks behind shard; got {axes}"
         )
     if math.prod(sizes.values()) > MOST_RANKS:
         raise ValueError(f"mesh: {math.prod(sizes.values()):,} ranks, expected at most {MOST_RANKS:,}: {axes}")

@@ -27,14 +27,20 @@ def rendezvous_store(timeout: timedelta) -> dict[str, Any]:
     Rank 0 serves the store, or torchrun's agent does, for all attempts of a run. Each attempt, and each process group
     of a process, gets keys of its own: else it would find the addresses that earlier ranks left, and wait for them.
     Nobody waits for the others to connect, as with torch's own store: that wait does not say who is missing, while
-    gloo's does.
+    gloo's does. Raises RuntimeError for an environment that no launcher makes.
     """
-    if "MASTER_ADDR" not in os.environ:
-        return {}  # torch names what is missing
-    address = os.environ["MASTER_ADDR"]
-    port = int(os.environ["MASTER_PORT"])
-    rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
+    try:
+        address = os.environ["MASTER_ADDR"]
+        port, rank, world = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    except KeyError as error:
+        raise RuntimeError(
+            f"WORLD_SIZE is in the environment, and {error.args[0]} is not, which a launcher sets, too. Start ranks by "
+            "torchrun or ya.launch; to be alone, unset WORLD_SIZE"
+        ) from error
+    if not 0 <= rank < world:
+        raise RuntimeError(
+            f"RANK={rank}, WORLD_SIZE={world}: expected a rank below WORLD_SIZE; one of them is left over"
+        )
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         keys = f"attempt {os.environ['TORCHELASTIC_RESTART_COUNT']}, {world} ranks"
         store: Any = dist.TCPStore(address, port, world, False, timeout)  # type: ignore[attr-defined]

@@ -32,7 +32,6 @@ from yafsdp_fn.modules.tree import (
     writes,
 )
 from yafsdp_fn.nn.linear import embedding, linear
-from yafsdp_fn.nn.low_rank import is_low_rank
 from yafsdp_fn.params.markers import without_markers
 from yafsdp_fn.params.sharded import Sharded
 from yafsdp_fn.params.tree import Tree, join, shape_of
@@ -429,7 +428,7 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
         for key, leaf in leaves.items():
-            name, whole = join(prefix, key), leaf.merged() if is_low_rank(leaf) else leaf
+            name, whole = join(prefix, key), leaf if isinstance(leaf, Tensor) else leaf.merged()
             there = target[name]
             if there.shape != whole.shape or not there.is_floating_point():
                 raise ValueError(

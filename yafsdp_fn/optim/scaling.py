@@ -203,8 +203,9 @@ def scale_by_schedule(step_size_fn: Rate) -> GradientTransformation:
 
 
 def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformation:
-    """Multiplies updates by minus the learning rate (a float or a schedule). Raises ValueError for a negative number:
-    to maximise, return the negative of the loss.
+    """Multiplies updates by minus the learning rate (a float or a schedule). Raises ValueError for a negative number,
+    also one that a schedule returns, but for tensors, which the host does not read: to maximise, return the negative of
+    the loss.
 
     >>> update(ya.optim.scale_by_learning_rate(0.1))
     tensor([-0.3000,  0.4000])
@@ -219,6 +220,7 @@ def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformatio
         rate: Any = learning_rate(count)
         if not isinstance(rate, Real | Tensor):
             raise TypeError(f"learning_rate(count) returned {shape_of(rate)}: expected a number, or a tensor of one")
+        must_not_be_negative("learning_rate(count)", rate)
         return -rate
 
     return scale_by_schedule(step_size)

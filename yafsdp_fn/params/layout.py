@@ -41,6 +41,11 @@ def cut_of(split: LeafSplit, name: str) -> tuple[int, int]:
 def check_blocks(path: str, axis: str, run: int, formats: Sequence[Format | None]) -> None:
     """Raises ValueError where a part of a leaf has other blocks than the whole: `run` elements lie side by side."""
     for format in formats:
+        if format is not None and format.kept:
+            raise ValueError(
+                f"{path} is split over {axis}, and {format.name} takes whole rows of what it multiplies: a part of a "
+                "row has another largest element; leave this weight out (ya.formats.float8(params, where))"
+            )
         if format is not None and run % format.block:
             raise ValueError(
                 f"{path} is split over {axis} into runs of {run} elements, and {format.name} encodes blocks of "

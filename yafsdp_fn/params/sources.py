@@ -85,15 +85,19 @@ def with_wire(tree: Tree, wire: Wire, where: Callable[[str, Any], bool] | None =
         if not (where(path, leaf) if where is not None else in_stack(accessor) and len(leaf.shape) > 2):
             return leaf
         chosen.append(path)
-        if isinstance(leaf, Tensor):
-            give = source(path, leaf, 0, leaf.device)
-            leaf = Lazy.in_place_of(leaf, leaf.dtype, give, in_memory=True)
-        return dataclasses.replace(leaf, wire=wire)
+        return dataclasses.replace(as_described(path, leaf), wire=wire)
 
     found = optree.tree_map_with_accessor(of, tree)
     if not chosen:
         raise ValueError("with_wire: no leaf was chosen; without `where` it takes the matrices of a ya.Stacked")
     return found
+
+
+def as_described(path: str, leaf: Any) -> Any:
+    """Returns `leaf` with fields for a split, dtypes and formats of its own: a `Lazy` in place of a tensor."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return Lazy.in_place_of(leaf, leaf.dtype, source(path, leaf, 0, leaf.device), in_memory=True)
 
 
 INITIALIZER = (

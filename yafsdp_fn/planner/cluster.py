@@ -125,6 +125,10 @@ class Cluster:
                 raise ValueError(f"Cluster {self.name!r}: {figure}={value!r}, expected {wanted}")
         if not isinstance(self.gpus_per_node, int):
             raise ValueError(f"Cluster {self.name!r}: gpus_per_node={self.gpus_per_node!r}, expected an integer")
+        if self.memory_bytes < 2**10:
+            raise ValueError(
+                f"Cluster {self.name!r}: memory={self.memory_bytes}: expected bytes, 62 * 2**30 for 62 GiB"
+            )
 
     def replace(self, **changes: float) -> "Cluster":
         """This cluster with other figures."""

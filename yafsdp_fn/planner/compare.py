@@ -270,7 +270,7 @@ def _planned(name: str, program: Program, cluster: str | Cluster | None, memory:
             f'compare: {name!r} is a program; name the cluster to simulate it on: compare(..., "a100-80g"), or '
             "--cluster a100-80g on the command line"
         )
-    proved(program)
+    proved(program, "compare")
     try:
         return Plan.of(program, cluster, memory)
     except ValueError as error:

@@ -63,7 +63,7 @@ class Plan(NamedTuple):
         memory: the budget in bytes per rank, by default the cluster's `memory_bytes`
         """
         where = named(cluster)
-        program = proved(program)
+        program = proved(program, "Plan.of")
         each = tuple(footprint.predict_memory(part) for part in program.by_stage)
         most = max(each, key=lambda one: one.peak_bytes)
         todo = tasks(program, where)

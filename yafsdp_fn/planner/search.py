@@ -190,6 +190,8 @@ def search(
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
     world = ranks or traces[0].stage_ranks
+    if len({(each.stage_ranks, len(each.visits)) for each in traces}) > 1:
+        raise ValueError("search: expected traces of one step, over other axes inside blocks each, on as many ranks")
     sweeps = [
         Sweep(point, of, where, budget)
         for each in traces

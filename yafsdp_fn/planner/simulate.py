@@ -25,10 +25,10 @@ from yafsdp_fn.program.ops import (
     Send,
     Update,
 )
-from yafsdp_fn.program.program import Program, after_program
+from yafsdp_fn.program.program import Program, after_program, must_be_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.program.trace import Trace
-from yafsdp_fn.proof.verify import must_be_program, verify
+from yafsdp_fn.proof.verify import verify
 from yafsdp_fn.timeline.spans import Inside, Span, StageTraffic
 from yafsdp_fn.timeline.timeline import Timeline
 from yafsdp_fn.util.words import counted
@@ -226,14 +226,14 @@ def simulate(program: Program, cluster: str | Cluster, *, title: str = "") -> Ti
     (True, True)
     """
     where = named(cluster)
-    must_be_program("simulate", program)
-    program = proved(program)
+    program = proved(program, "simulate")
     return run(program, tasks(program, where), where, title)
 
 
-def proved(program: Program) -> Program:
+def proved(program: Program, call: str) -> Program:
     """Returns `program`, verified: figures of a wrong one would look like any others. Rules do not know another
-    library's copies: with some among the ops it is taken as it is."""
+    library's copies: with some among the ops it is taken as it is. call: the user's, for errors"""
+    must_be_program(program, call)
     ours = all(isinstance(op, OPS) for ops in program.stages for op in ops)
     return verify(program) if ours else program
 

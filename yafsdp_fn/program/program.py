@@ -413,6 +413,13 @@ class Program:
 # ---- Sums over ops.
 
 
+def must_be_program(given: object, call: str) -> None:
+    """Raises TypeError, with the name of the function that was called, for anything but a program."""
+    if not isinstance(given, Program):
+        how = "schedule(trace)" if callable(given) else "Program(trace, ops)"
+        raise TypeError(f"{call}: expected a Program, got {type(given).__name__}: {how}")
+
+
 def _largest(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:
     """Returns slot -> the most bytes that it holds, from the bytes of each content."""
     out: dict[int, int] = {}

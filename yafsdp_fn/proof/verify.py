@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
-from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.program import Program, must_be_program
 from yafsdp_fn.program.split import Message
 from yafsdp_fn.proof import computes, form, gradients
 from yafsdp_fn.proof.errors import Refused
@@ -196,7 +196,7 @@ def verify(program: Program) -> Program:
         ...
     yafsdp_fn.proof.errors.Refused: op 1 (forward embed in slot 2, keep graph): rule 'weights': slot 2 holds ...
     """
-    must_be_program("verify", program)
+    must_be_program(program, "verify")
     if program._proved:
         return program
     # each stage by itself, and all together
@@ -211,13 +211,6 @@ def verify(program: Program) -> Program:
         raise
     object.__setattr__(program, "_proved", f"; proved: {counted(len(program), 'op')}, {len(RULES)} rules")
     return program
-
-
-def must_be_program(verb: str, given: object) -> None:
-    """Raises TypeError for anything else, such as a schedule that was not called."""
-    if not isinstance(given, Program):
-        how = "schedule(trace)" if callable(given) else "Program(trace, ops)"
-        raise TypeError(f"{verb}: expected a Program, got {type(given).__name__}: {how}")
 
 
 def _verify_stages(program: Program) -> None:

@@ -185,6 +185,11 @@ def advice(error: BaseException, compute: torch.dtype) -> str | None:
     told = str(error) if type(error) is RuntimeError else ""
     if "use_reentrant" in told:
         return "Take torch.utils.checkpoint away: a schedule's remat= says what is recomputed"
+    if "nference tensor" in told:
+        return (
+            "A tensor was made under torch.inference_mode, in which no gradient passes it: make batches and buffers "
+            "outside of it, or copy it (x.clone())"
+        )
     if any(words in told for words in ("same dtype", "scalar type", "should be the same")):
         return (
             f"Blocks compute in {compute} (Precision.compute), and neither batches nor buffers are converted to it: in "

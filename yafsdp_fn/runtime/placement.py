@@ -84,9 +84,9 @@ class Placement(Generic[AnyRanks]):
         for group in self.layout.groups:
             first = group.units[0]
             padded = group.layout.padded_numel(self.ranks_of[first].ranks)
-            gather, reduce, wide = self.gather_dtype(first), self.wire_dtype(first), self.sums[first]
+            slot, reduce, wide = self.slot_dtype(first), self.wire_dtype(first), self.sums[first]
             # slots have room for whole vectors
-            must_be_smaller(group.wire.gather, gather, group.layout.names[0])
+            must_be_smaller(group.wire.gather, slot, group.layout.names[0])
             must_be_smaller(group.wire.reduce, reduce, group.layout.names[0])
             for layer, unit in enumerate(group.units):
                 # what is pinned is not stacked: schedules give it a slot of its own
@@ -97,7 +97,7 @@ class Placement(Generic[AnyRanks]):
                         stack=group.name if group.stacked else None,
                         layer=layer,
                         numel=group.layout.numel,
-                        gather_bytes=padded * gather.itemsize,
+                        gather_bytes=padded * slot.itemsize,
                         reduce_bytes=padded * reduce.itemsize if group.trainable else 0,
                         trainable=group.trainable,
                         sum_bytes=padded * wide.itemsize if group.trainable and wide is not None else 0,
@@ -135,6 +135,11 @@ class Placement(Generic[AnyRanks]):
 
     def gather_dtype(self, unit: int) -> torch.dtype:
         return self.of_unit[unit].dtype or self.precision.gather_dtype
+
+    def slot_dtype(self, unit: int) -> torch.dtype:
+        """Returns the dtype in which slots hold its weights: bytes, if they are kept as they have come."""
+        format = self.gathered_in.get(unit)
+        return torch.uint8 if format is not None and format.kept else self.gather_dtype(unit)
 
     def wire_dtype(self, unit: int) -> torch.dtype:
         """Returns the dtype in which its gradient travels."""

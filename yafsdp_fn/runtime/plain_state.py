@@ -51,7 +51,7 @@ class PlainState:
                     f"PlainState: {path} is {leaf.dtype} and has compute={leaf.compute}, but blocks see plain tensors "
                     "as they are; leave compute out, and let the loss convert it"
                 )
-            if getattr(leaf, "wire", WHOLE) != WHOLE:
+            if any(format is not None and not format.kept for format in getattr(leaf, "wire", WHOLE)):
                 raise ValueError(
                     f"PlainState: {path} travels in wire formats, {leaf.wire}, but nothing travels here; leave wire "
                     "out, and let the loss pass it through (ya.formats.passed)"

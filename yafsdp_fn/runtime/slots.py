@@ -1,7 +1,7 @@
 """Slots: preallocated flat buffers into which weights are gathered, and from which gradients are reduced.
 
 weight slot s   holds unit u:  view [padded numel of u] in u's gather dtype; what arrives in a wire format lies at its
-                               end, and is decoded from the front
+                               end, and is decoded from the front, or stays as it is (`ya.formats.Float8`)
 gradient slot s holds unit u:  view [padded numel of u] in u's reduce dtype
 secondary shard of unit u:     [padded numel / local ranks], for gathers inside the node
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from yafsdp_fn.nn import linear
+from yafsdp_fn.nn.float8 import NUMBERS, Numbers, stand_in
 from yafsdp_fn.nn.linear import DESTINATION, Destination, Scratch
 from yafsdp_fn.program.ops import Buffer, Op
 from yafsdp_fn.program.program import Program
@@ -112,8 +113,8 @@ class Slots:
         return buffer
 
     def secondary(self, unit: int) -> Tensor:
-        """Returns the secondary shard of `unit`, in its gather dtype."""
-        return self._secondary[unit].view(self.memory.gather_dtype(unit))
+        """Returns the secondary shard of `unit`, in the dtype of its slots."""
+        return self._secondary[unit].view(self.memory.slot_dtype(unit))
 
     # ---- views of a unit
 
@@ -125,7 +126,7 @@ class Slots:
         found = self._views.get((slot, unit))
         if found is None:
             whole = self._weights[slot][: memory.units[unit].gather_bytes]
-            found = self._views[slot, unit] = views_of(memory.layout_of(unit), whole.view(memory.gather_dtype(unit)))
+            found = self._views[slot, unit] = views_of(memory.layout_of(unit), whole.view(memory.slot_dtype(unit)))
         return found
 
     def grad(self, slot: int, unit: int, shards: Shards | None) -> UnitViews:
@@ -162,8 +163,18 @@ class Slots:
                     break
         if found is None:
             memory = self.memory  # a weak proxy; a bound method would be a cycle
-            scratch = (lambda shape, dtype: memory.scratch(shape, dtype)) if track else None
-            found = [weight_leaf(view, scratch) for view in self.weight(slot, unit).leaves]
+
+            def scratch(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+                return memory.scratch(shape, dtype)
+
+            format = memory.gathered_in.get(unit)
+            dtype = memory.gather_dtype(unit) if format is not None and format.kept else None
+            found = []
+            for view in self.weight(slot, unit).leaves:
+                if dtype is None:
+                    found.append(weight_leaf(view, scratch if track else None))
+                else:
+                    found.append(kept_leaf(view, dtype, scratch).requires_grad_(track))
             self.made_leaves[slot, unit, track] = found
         return found
 
@@ -178,4 +189,11 @@ def weight_leaf(view: Tensor, scratch: Scratch | None) -> Tensor:
         leaf.requires_grad_()
         if leaf.numel() >= linear.LARGE:
             setattr(leaf, DESTINATION, Destination(scratch))
+    return leaf
+
+
+def kept_leaf(view: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """Returns a block's leaf of a weight whose bytes are kept: without values, with a destination that has them."""
+    leaf = stand_in(view, dtype)
+    setattr(leaf, DESTINATION, Numbers(view.view(NUMBERS), scratch))
     return leaf

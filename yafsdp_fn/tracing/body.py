@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from yafsdp_fn.communication.ranks import Ranks
 from yafsdp_fn.nn import linear
+from yafsdp_fn.nn.float8 import NUMBERS
 from yafsdp_fn.nn.linear import DESTINATION, AutogradRun, Destination
 from yafsdp_fn.params.tree import tensors_in
 from yafsdp_fn.program.measured import Cost
@@ -127,11 +128,13 @@ class _TracedDestination(Destination):
 
     factors: bytes of the memory that a backward in halves would leave for later, the factors of products, by
     `LiveBytes.birth`; formed: bytes of a gradient that it would form in its first half
+    numbers: as of `float8.Numbers`, of a weight that is kept as them
     """
 
-    __slots__ = ("_held", "_lives", "factors", "formed", "scratch_dtype")
+    __slots__ = ("_held", "_lives", "factors", "formed", "numbers", "scratch_dtype")
 
     def __init__(self, lives: LiveBytes, leaf: Tensor, reduce: torch.dtype) -> None:
+        self.numbers: Tensor | None = None
         self.scratch_dtype: torch.dtype | None = None
         self._lives = lives
         self.factors: dict[object, int] = {}
@@ -192,11 +195,16 @@ def measure(
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
     for unit, of_unit in weights.items():
+        kept = placement.slot_dtype(unit) == torch.uint8
         for leaf in of_unit:
-            if leaf.requires_grad and leaf.numel() >= linear.LARGE:
+            large = leaf.requires_grad and leaf.numel() >= linear.LARGE
+            if large or kept:
                 to = _TracedDestination(lives, leaf, placement.wire_dtype(unit))
                 setattr(leaf, DESTINATION, to)
-                destinations.append((leaf, to))
+                if kept:
+                    to.numbers = torch.empty_like(leaf, dtype=NUMBERS)
+                if leaf.requires_grad:
+                    destinations.append((leaf, to))
     slots = [held for _, to in destinations for held in to._held]
     # forward
     with lives, Counter(rule, slots) as forward, noting(placement.comms) as called:

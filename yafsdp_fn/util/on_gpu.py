@@ -9,13 +9,17 @@ from torch._subclasses.fake_tensor import is_fake
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
+def is_on_gpu(tensor: Tensor) -> bool:
+    """Returns whether `tensor` is on a GPU, and no fake one of a trace, which says so, too."""
+    return tensor.is_cuda and not is_fake(tensor)
+
+
 def kernels_run_on(tensor: Tensor) -> bool:
     """Returns whether our kernels may be launched on `tensor`. Nothing else decides that.
 
-    A fake tensor of a trace says that it is on a GPU, too, and its address is 0: a kernel that was launched there would
-    end all use of the GPU in this process.
+    The address of a fake tensor is 0: a kernel that was launched there would end all use of the GPU in this process.
     """
-    return tensor.is_cuda and HAS_TRITON and not is_fake(tensor)
+    return HAS_TRITON and is_on_gpu(tensor)
 
 
 def vector_kernels(tensor: Tensor) -> Any:

@@ -12,7 +12,8 @@ from benchmarks.cuda.command import SECTIONS, Section
 from benchmarks.cuda.gpu import Setting
 from yafsdp_fn.planner.plan import DoesNotFit
 
-SMALL, LARGE = 80 * 10**9, 141 * 10**9
+SMALL = 80 * 10**9
+LARGE = 141 * 10**9
 
 
 def on(total: int) -> Setting:
@@ -36,8 +37,10 @@ def sizes(section: Section, setting: Setting) -> list[gpu.Fit]:
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_fits(name: str, memory: int) -> None:
     for fit in sizes(SECTIONS[name], on(memory)):
-        assert fit.needs is not None and fit.budget is not None
-        assert 1 <= fit.layers <= fit.wanted and fit.needs <= fit.budget < memory
+        assert fit.needs is not None
+        assert fit.budget is not None
+        assert 1 <= fit.layers <= fit.wanted
+        assert fit.needs <= fit.budget < memory
         assert memory == SMALL or fit.layers == fit.wanted
 
 
@@ -56,7 +59,8 @@ def test_layers_are_cut_as_far_as_needed() -> None:
     assert gpu.layers(8, needs, None) == gpu.Fit(8, 8)
     for budget in range(110, 200, 3):
         found = gpu.layers(8, needs, budget)
-        assert found.layers == min(8, (budget - 100) // 10) and found.needs == needs(found.layers)
+        assert found.layers == min(8, (budget - 100) // 10)
+        assert found.needs == needs(found.layers)
     with pytest.raises(DoesNotFit, match=r"one layer needs 0.0 GiB, and there are 0.0 GiB"):
         gpu.layers(8, needs, 109)
 
@@ -64,5 +68,6 @@ def test_layers_are_cut_as_far_as_needed() -> None:
 def test_the_network_is_scaled_without_a_peer_that_does_not_fit() -> None:
     row: Any = gpu.published()["llama2-70b/256"]
     found = emulated.fit(on(SMALL), row)
-    assert found.depths == row.depths and found.peers == ("fsdp2", "fsdp2-separate")
+    assert found.depths == row.depths
+    assert found.peers == ("fsdp2", "fsdp2-separate")
     assert emulated.fit(on(46 * 10**9), row).depths < row.depths

@@ -49,7 +49,8 @@ def both_ways(name: str) -> tuple[float, float]:
     """How far a step of ours and one of the plain module go apart, relative, in master weights and in the loss."""
     config = dataclasses.replace(CPU.config(name), layers=3)
     batch = CPU.batch(config, 16, rows=2)
-    ends, losses = [], []
+    ends = []
+    losses = []
     for plain in (False, True):
         mine = sides.build(config, ya.mesh(device="cpu"), CPU, {"zero3": ya.schedules.zero3()})["zero3"]
         them = Plain(config, mine.held, CPU) if plain else mine
@@ -82,7 +83,8 @@ def test_a_published_row_beside_fsdp2() -> None:
     found = last(emulated.run, CPU, "llama3-8b/64")
     part = found["network"]
     assert part["communication over compute, here"] == pytest.approx(part["communication over compute, published"])
-    waiting, depths = found["waiting"], found["depths"]
+    waiting = found["waiting"]
+    depths = found["depths"]
     names = {"zero3", "zero3-prefetch2", *sides.settings()}
     for depth in depths:
         assert set(waiting[f"{depth} layers"]["step_ms"]) == names
@@ -97,12 +99,16 @@ def test_ratios_floors_and_the_whole_model() -> None:
         depth: {"zero3": [1.0 + 2 * depth] * 3, "fsdp2": [4.0 * depth] * 3, "fsdp2-prefetch2": [2.0 + 3 * depth] * 3}
         for depth in (2, 4)
     }
-    compute, comm = {2: 2.0, 4: 4.0}, {2: 4.0, 4: 7.0}
+    compute = {2: 2.0, 4: 4.0}
+    comm = {2: 4.0, 4: 7.0}
     lines = tuple(Line.through((2, 4), (of[2], of[4])) for of in (compute, comm))
     found = emulated.compared(times, row, compute, comm, lines)
-    deep, whole = found["4 layers"], found["whole model, extrapolated"]
-    assert deep["best of fsdp2"] == "fsdp2-prefetch2" and deep["communication_ms"] == 7e3
-    assert deep["floor over best of fsdp2"] == 7 / 14 and deep["ours over floor"] == 9 / 7
+    deep = found["4 layers"]
+    whole = found["whole model, extrapolated"]
+    assert deep["best of fsdp2"] == "fsdp2-prefetch2"
+    assert deep["communication_ms"] == 7e3
+    assert deep["floor over best of fsdp2"] == 7 / 14
+    assert deep["ours over floor"] == 9 / 7
     assert deep["over best of fsdp2, by round"]["zero3"]["median"] == pytest.approx(9 / 14)
     assert whole["ours over best of fsdp2"] == pytest.approx(21 / 32)
     assert whole["floor over best of fsdp2"] == pytest.approx(16 / 32)
@@ -128,8 +134,10 @@ def test_published_rows_and_their_depths() -> None:
         "llama3-8b/64",
     }
     assert all(0.735 < row.ratio < 0.975 for row in rows.values())
-    assert [row.at(row.depths[1]) for row in rows.values()].count(2) == 1 and rows["llama2-70b/256"].at(8) == 1
-    assert math.isinf(gpu.free().network_bandwidth) and gpu.free().network_latency == 0
+    assert [row.at(row.depths[1]) for row in rows.values()].count(2) == 1
+    assert rows["llama2-70b/256"].at(8) == 1
+    assert math.isinf(gpu.free().network_bandwidth)
+    assert gpu.free().network_latency == 0
     assert gpu.scaled(0.5).network_bandwidth == 2 * A100.network_bandwidth
 
 
@@ -137,7 +145,8 @@ def test_published_rows_and_their_depths() -> None:
 def test_fsdp2_is_set_as_its_names_say() -> None:
     """Each contender's module after a turn and a step: whether reductions have a group of their own, their buffers, and
     how many layers the first one gathers ahead in forward, the last one in backward."""
-    config, out = dataclasses.replace(CPU.config("llama3-8b"), layers=4), []
+    config = dataclasses.replace(CPU.config("llama3-8b"), layers=4)
+    out = []
     with emulate(gpu.free(), 8):
         made = sides.build_fsdp2(config, init_device_mesh("cpu", (8,)), CPU, recompute=0)
         for contender in made.values():

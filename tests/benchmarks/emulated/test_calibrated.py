@@ -22,7 +22,8 @@ class Clock:
     """In place of the modules `time` and `threading`: time passes by a little when it is read, and by a wait."""
 
     def __init__(self) -> None:
-        self._now, self._lock = 0.0, threading.Lock()
+        self._now = 0.0
+        self._lock = threading.Lock()
 
     def perf_counter(self) -> float:
         return self.passes(1e-6)

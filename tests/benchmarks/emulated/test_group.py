@@ -22,7 +22,8 @@ from yafsdp_fn.communication import agreement
 from yafsdp_fn.communication.collectives import RankGroup as Collectives
 from yafsdp_fn.planner.cluster import CollectiveRanks
 
-RANKS, RANK = 4, 1
+RANKS = 4
+RANK = 1
 
 
 REDUCED = {
@@ -42,7 +43,8 @@ def leaves(what: str, found: Tensor, expected: Tensor) -> None:
 @in_child_process
 def test_what_collectives_leave() -> None:
     """As rank 1 of 4."""
-    mine, full = torch.tensor([1.0, 2.0]), torch.arange(1.0, 9.0)
+    mine = torch.tensor([1.0, 2.0])
+    full = torch.arange(1.0, 9.0)
     repeated, parts = mine.expand(RANKS, 2), full.view(RANKS, 2)  # of all ranks, and of this one for each
     with emulate(cluster(1e-4), RANKS, RANK):
         group = dist.group.WORLD
@@ -62,7 +64,8 @@ def test_what_collectives_leave() -> None:
 
         # reductions
         for op, reduced in REDUCED.items():
-            out, value = torch.zeros(2), mine.clone()
+            out = torch.zeros(2)
+            value = mine.clone()
             dist.reduce_scatter_tensor(out, full, getattr(dist.ReduceOp, op))
             leaves(f"reduce_scatter {op}", out, reduced(parts, 0))
             dist.all_reduce(value, getattr(dist.ReduceOp, op))
@@ -110,7 +113,8 @@ def test_collectives_of_a_group_follow_each_other() -> None:
 
     with emulate(cluster(seconds), 64), patch("benchmarks.emulated.group.gathered", held):
         groups = [dist.new_group(list(range(64))) for _ in range(2)]
-        full, shard = torch.zeros(UNIT_BYTES // 4), torch.zeros(UNIT_BYTES // 4 // 64)
+        full = torch.zeros(UNIT_BYTES // 4)
+        shard = torch.zeros(UNIT_BYTES // 4 // 64)
         take = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         for use in ((0, 0), (0, 1), (0, 0, 1)):
             begun.clear()
@@ -140,7 +144,8 @@ def test_errors() -> None:
         says("ValueError: emulate(move_bytes=True) needs CUDA", emulate, "a100-80g", move_bytes=True)
     emulation = emulate(cluster(1e-4), RANKS, RANK)
     assert repr(emulation) == f"<rank 1 of 4 on {cluster(1e-4).name}, emulated>"
-    value, ones = torch.ones(3), [torch.ones(1) for _ in range(4)]
+    value = torch.ones(3)
+    ones = [torch.ones(1) for _ in range(4)]
 
     # while it runs
     twice = "RuntimeError: emulate: this process has a process group already (emulated, 4 ranks)"

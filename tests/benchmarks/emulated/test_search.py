@@ -31,6 +31,8 @@ def test_the_choice_runs(budget: str) -> None:
             state, metrics = step(state, batch)
             losses.append(float(metrics["loss"]))
         ran = step.program(state)
-    assert ran is not None and ran.ops == program.ops and ran.trace.mesh == program.trace.mesh
+    assert ran is not None
+    assert ran.ops == program.ops
+    assert ran.trace.mesh == program.trace.mesh
     assert losses[-1] < losses[0]
     assert simulate(ya.schedules.zero3()(traced()), SLOW).seconds > found.best.step_s

@@ -58,7 +58,8 @@ class Steps(NamedTuple):
 
 def steps(schedule: str, seconds: float) -> Steps:
     mesh_of, build = SCHEDULES[schedule]
-    where, tx = cluster(seconds), ya.optim.sgd(1e-3)
+    where = cluster(seconds)
+    tx = ya.optim.sgd(1e-3)
     with emulate(where, 64):
         state = ya.init(params(), tx, mesh=ya.mesh(device="cpu", **mesh_of))
         program = build(ya.train_step(Loss(), tx).trace(state, batch()))
@@ -141,7 +142,8 @@ def by_stream(timeline: Timeline) -> dict[str, list[int]]:
 @in_child_process
 def test_simulated_steps_are_those_of_the_emulated_cluster(schedule: str, speed: str) -> None:
     measured, simulated, todo, meetings, unmet = steps(schedule, SPEEDS[speed])
-    assert meetings > 8 and not unmet
+    assert meetings > 8
+    assert not unmet
     order = by_stream(simulated)
     before = {two: one for numbers in order.values() for one, two in zip([None, *numbers], numbers, strict=False)}
     for timeline in (*measured, simulated):

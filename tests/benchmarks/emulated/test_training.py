@@ -100,7 +100,8 @@ def test_fsdp2_trains_the_model_whose_shards_are_alike(sizes: tuple[int, ...]) -
 def test_ddp_trains_as_on_one_rank() -> None:
     with emulate(cluster(1e-3), RANKS):
         losses = steps(DistributedDataParallel(module()))
-    assert losses == pytest.approx(steps(module()), rel=1e-5) and losses[-1] < 0.9 * losses[0]
+    assert losses == pytest.approx(steps(module()), rel=1e-5)
+    assert losses[-1] < 0.9 * losses[0]
 
 
 SCHEDULES = {
@@ -146,6 +147,8 @@ def test_ours_trains_the_model_whose_shards_are_alike(name: str) -> None:
     if name == "ddp":
         assert issued.keys() == {"all_reduce"}
     elif name == "accumulate":  # within each of 8 nodes, then between them
-        assert (issued["all_gather"], issued["all_to_all"]) == (program.count(Gather), 9 * program.count(Reduce))
+        assert issued["all_gather"] == program.count(Gather)
+        assert issued["all_to_all"] == 9 * program.count(Reduce)
     else:
-        assert (issued["all_gather"], issued["reduce_scatter"]) == (program.count(Gather), program.count(Reduce))
+        assert issued["all_gather"] == program.count(Gather)
+        assert issued["reduce_scatter"] == program.count(Reduce)

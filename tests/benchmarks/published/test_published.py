@@ -73,16 +73,25 @@ def test_fsdp_gathers_layers_twice_and_the_rest_once(peer: Callable[..., Schedul
     program = peer()(traced_small())
     assert program.count(Gather) == 2 * L + U
     first, *_, last = (op for op in program.ops if isinstance(op, Gather | Reduce))
-    assert [program.trace.units[unit].name for unit in first.units] == ["embed", "head"] and first.units == last.units
+    assert [program.trace.units[unit].name for unit in first.units] == ["embed", "head"]
+    assert first.units == last.units
     order = [op for op in program.ops if isinstance(op, Gather | Reduce | Backward)][L + 1 :]
     assert [type(op).__name__ for op in order[:8]] == [
-        *("Gather", "Backward", "Gather", "Backward", "Reduce", "Gather", "Backward", "Reduce")
+        "Gather",
+        "Backward",
+        "Gather",
+        "Backward",
+        "Reduce",
+        "Gather",
+        "Backward",
+        "Reduce",
     ]  # head; then each layer, with the next one gathered in front of its backward
 
 
 def test_copies_are_printed_and_refused() -> None:
     program = peers.fsdp2()(traced_small())
-    assert re.search(r"copy layers\[0\]\n", str(program)) and "Copy(" not in str(program)
+    assert re.search(r"copy layers\[0\]\n", str(program))
+    assert "Copy(" not in str(program)
     with pytest.raises(ya.errors.Refused, match=r"a peer's copy, which simulate and Plan\.of take"):
         verify(program)
 
@@ -143,9 +152,12 @@ def test_one_communicator_runs_one_collective_at_a_time_in_order(peer: Callable[
 @pytest.mark.nightly
 def test_the_preset_as_run_explains_the_table() -> None:
     (ours, ours_most), (theirs, theirs_most), (speedup, speedup_most) = summary([predicted(row) for row in TABLE])
-    assert ours <= 1.5 and ours_most <= 7
-    assert theirs <= 3 and theirs_most <= 9
-    assert speedup <= 2 and speedup_most <= 5
+    assert ours <= 1.5
+    assert ours_most <= 7
+    assert theirs <= 3
+    assert theirs_most <= 9
+    assert speedup <= 2
+    assert speedup_most <= 5
 
 
 @pytest.mark.nightly
@@ -172,20 +184,24 @@ def test_unknown_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     ):
         with pytest.raises(SystemExit) as ended:
             main(argv)
-        assert ended.value.code == 2 and said in " ".join(capsys.readouterr().err.split())
+        assert ended.value.code == 2
+        assert said in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(yafsdp, "rows", lambda: TABLE[:1])
     assert main([]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and lines[2].startswith("llama2-7b, 64 GPUs, 2048, 0 recomputed") and "0.81" in lines[2]
+    assert len(lines) == 4
+    assert lines[2].startswith("llama2-7b, 64 GPUs, 2048, 0 recomputed")
+    assert "0.81" in lines[2]
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("row", TABLE[::3], ids=str)
 def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> None:
-    trace, zero3 = traced(row), ya.schedules.zero3(remat=f"first:{row.ckpt_layers}")
+    trace = traced(row)
+    zero3 = ya.schedules.zero3(remat=f"first:{row.ckpt_layers}")
     if Plan.of(zero3(trace), A100).bound == "compute":
         pytest.skip("bound by compute")
     found = search(trace, A100)
@@ -198,7 +214,8 @@ def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> Non
 
 def test_runs_of_others_are_read_or_refused_by_line() -> None:
     found, refused = runs.table()
-    assert len(found) > 140 and len(refused) > 50
+    assert len(found) > 140
+    assert len(refused) > 50
     assert all(run.gpus >= 1 and run.config.layers >= 1 for run in found)
     (said,) = (each for each in refused if "line 225:" in each)
     assert "tensor, context or expert parallelism" in said
@@ -318,7 +335,8 @@ def test_a_file_of_another_encoding_is_named(tmp_path: Path, capsys: pytest.Capt
     file.write_bytes(runs.TABLE.read_bytes().replace(b"H100", b"\xe9", 1))
     with pytest.raises(ValueError, match=r"rows\.csv: 'utf-8' codec can't decode"):
         runs.table(file)
-    assert main(["--rows", str(file)]) == 2 and "rows.csv" in capsys.readouterr().err
+    assert main(["--rows", str(file)]) == 2
+    assert "rows.csv" in capsys.readouterr().err
 
 
 def test_memory_is_of_the_unit_that_is_said() -> None:
@@ -326,7 +344,8 @@ def test_memory_is_of_the_unit_that_is_said() -> None:
     found = {kind: read(memory="70.5", memory_unit_kind=kind).measured_bytes for kind in units}
     assert found == {kind: 70.5 * unit for kind, unit in units.items()}
     assert read(memory="71,300 MiB (worst rank)").measured_bytes == 71_300 * 2**20
-    assert read(memory="OOM").measured_bytes == math.inf and read(memory="-").measured_bytes is None
+    assert read(memory="OOM").measured_bytes == math.inf
+    assert read(memory="-").measured_bytes is None
     refused(
         "memory is '88' of unit '% of a card', expected one such as GiB or GB",
         memory="88",
@@ -348,22 +367,27 @@ def test_recomputation_that_is_not_stated_is_what_fits() -> None:
 def test_stages_that_go_on_apart_are_as_fast_as_the_slowest_of_them() -> None:
     """Zero Bubble's optimizer with post-validation: no stage waits for the others' norm."""
     found = {run.apart: run for run in runs.table()[0] if run.order == "zero_bubble_2p" and run.accumulation == 24}
-    apart, joint = found[True], found[False]
+    apart = found[True]
+    joint = found[False]
     cluster = steps.cluster_of(apart)
-    assert apart.at != joint.at and joint.apart is False
+    assert apart.at != joint.at
+    assert joint.apart is False
     assert steps.seconds(apart, cluster) < steps.seconds(apart._replace(apart=False), cluster)
 
 
 def test_rows_in_json_say_how_far_off_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     few = {"model": "Llama 3.2 1B", "seq_len": "512", "recompute": "all", "memory": "OOM", "step_s": "0.25"}
-    head, line = ",".join({**LINE, **few}), ",".join({**LINE, **few}.values())
+    head = ",".join({**LINE, **few})
+    line = ",".join({**LINE, **few}.values())
     file = tmp_path / "rows.csv"
     file.write_text(f"{head},file\n{line},mine.csv\n")
     assert main(["--rows", str(file), "--json"]) == 0
     (row,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["rows"]
     assert row["error"] == pytest.approx(100 * (0.25 / row["seconds"] - 1), abs=0.01)
     assert (row["file"], row["at"], row["measured_bytes"]) == ("mine", "rows.csv, line 2", None)
-    assert row["ran_out"] and row["fits"] and row["predicted_peak_bytes"] > 0
+    assert row["ran_out"]
+    assert row["fits"]
+    assert row["predicted_peak_bytes"] > 0
 
 
 def the_run(**fields: object) -> runs.Run:
@@ -373,8 +397,10 @@ def the_run(**fields: object) -> runs.Run:
 def test_what_frameworks_do_beside_their_schedule_is_counted() -> None:
     adapted = the_run(source="fms_acceleration_a100", gpus=1, trained="adapters", micro_batch=8, logits="float32")
     found = steps.predict(adapted)
-    assert adapted.measured_bytes and found.error is not None
-    assert abs(found.error) < 5 and found.peak_bytes == pytest.approx(adapted.measured_bytes, rel=0.03)
+    assert adapted.measured_bytes
+    assert found.error is not None
+    assert abs(found.error) < 5
+    assert found.peak_bytes == pytest.approx(adapted.measured_bytes, rel=0.03)
 
 
 def test_what_a_row_ran_is_in_its_columns_and_no_words_of_its_source_tell() -> None:
@@ -382,8 +408,11 @@ def test_what_a_row_ran_is_in_its_columns_and_no_words_of_its_source_tell() -> N
     run = read(**said, replicas="2", reentrant="yes", file="torchtitan.csv", notes="Liger, Megatron, fms_acceleration")
     assert (run.kernels, run.trained, run.recompute, run.logits) == ("fused", "adapters", "every 2nd", "")
     assert (run.replicas, run.stops_early, run.apart, run.scores) == (2, False, False, False)
-    plain, named = read(), read(notes="Liger, Megatron, InternEvo, DeepSpeed, LoRA", file="zero-bubble, torchtitan.csv")
-    assert named._replace(source=plain.source) == plain and plain.kernels == "pieces" and plain.logits == "float32"
+    plain = read()
+    named = read(notes="Liger, Megatron, InternEvo, DeepSpeed, LoRA", file="zero-bubble, torchtitan.csv")
+    assert named._replace(source=plain.source) == plain
+    assert plain.kernels == "pieces"
+    assert plain.logits == "float32"
     refused(r"its framework is not modelled; the column framework takes fsdp1, fsdp2, ", framework="zero3")
     refused(r"kernels is 'quick', expected one of pieces, eager, fused", kernels="quick")
 
@@ -402,13 +431,15 @@ def test_an_optimizer_of_several_kernels_moves_more_than_one() -> None:
 
 def test_ethernet_is_congested_and_infiniband_is_not() -> None:
     far = the_run(source="internlm_zero1", gpus=1024)
-    assert far.roce and steps.cluster_of(far).congestion > 0
+    assert far.roce
+    assert steps.cluster_of(far).congestion > 0
     assert not steps.cluster_of(the_run(source="torchtitan", gpus=128)).congestion
 
 
 def test_nodes_are_as_large_as_a_row_says() -> None:
     four = the_run(source="kempner_h200", gpus=8)
     cluster = steps.cluster_of(four)
-    assert (four.per_node, cluster.gpus_per_node) == (4, 4)
+    assert four.per_node == 4
+    assert cluster.gpus_per_node == 4
     assert cluster.network_bandwidth == steps.KINDS["H200"].network_bandwidth / 2
     refused("6 GPUs do not fill nodes of 4", gpus="6", gpus_per_node="4", gpu="A100")

@@ -139,7 +139,8 @@ class Generator(torch.Generator):
 @contextlib.contextmanager
 def record_function(label: str) -> Iterator[None]:
     """Says what is under way, as to a profiler."""
-    before, DEVICE.log.text = DEVICE.log.text, label
+    before = DEVICE.log.text
+    DEVICE.log.text = label
     try:
         yield
     finally:
@@ -177,6 +178,7 @@ def fake_cuda() -> Iterator[Device]:
         "synchronize": synchronize,
         "empty_cache": lambda: DEVICE.waits("torch.cuda.empty_cache"),
         "current_device": lambda: CUDA.index,
+        "get_device_capability": lambda _: (9, 0),
         "set_device": set_device,
         "default_generators": (Generator(CUDA),),
         "is_current_stream_capturing": lambda: DEVICE.capture is not None,

@@ -22,7 +22,8 @@ from yafsdp_fn.communication.sums import add_rows
 from yafsdp_fn.nn import cross_entropy
 from yafsdp_fn.util import on_gpu
 
-LIBRARY, ATEN = torch.library.Library("fake_cuda", "DEF"), torch.library.Library("aten", "IMPL")
+LIBRARY = torch.library.Library("fake_cuda", "DEF")
+ATEN = torch.library.Library("aten", "IMPL")
 
 
 def _sum_rows(out: Tensor, rows: Tensor, dtype: torch.dtype, add: bool, ordered: bool) -> None:

@@ -112,7 +112,8 @@ class Clocks:
     def fork(self) -> Clocks:
         out = Clocks(self._names)
         out._clocks = [list(clock) for clock in self._clocks]
-        out._events, out._made = dict(self._events), dict(self._made)
+        out._events = dict(self._events)
+        out._made = dict(self._made)
         out._uses = {storage: dict(uses) for storage, uses in self._uses.items()}
         out._kept = {storage: set(streams) for storage, streams in self._kept.items()}
         out._freed = {owner: list(uses) for owner, uses in self._freed.items()}
@@ -120,7 +121,8 @@ class Clocks:
 
     def covers(self, wait: Entry) -> bool:
         """Whether its stream has waited for as much already."""
-        mine, host = self._clocks[wait.stream], self._clocks[HOST]
+        mine = self._clocks[wait.stream]
+        host = self._clocks[HOST]
         return all(a <= max(b, c) for a, b, c in zip(self._events[wait.what], mine, host, strict=True))
 
     def walk(self, entry: Entry) -> list[Finding]:
@@ -169,7 +171,8 @@ class Clocks:
 
     def _free(self, entry: Entry) -> None:
         owner = self._made.pop(entry.what, None)
-        kept, uses = self._kept.pop(entry.what, set()), self._uses.pop(entry.what, {})
+        kept = self._kept.pop(entry.what, set())
+        uses = self._uses.pop(entry.what, {})
         if owner is not None:
             others = [use for use in uses.values() if use.entry.stream not in (owner, *kept)]
             self._freed.setdefault(owner, []).extend(others)
@@ -202,7 +205,8 @@ def without_each_wait(log: Log) -> Iterator[tuple[Entry, Verdict]]:
     found: a race or an early free; implied: before its stream does anything, other waits have it wait for as much;
     idle: it waits for less then, but what it does is ordered by later waits all the same
     """
-    entries, clocks = _shared(log.entries), Clocks(log.names)
+    entries = _shared(log.entries)
+    clocks = Clocks(log.names)
     for place, entry in enumerate(entries):
         if entry.kind == "wait" and entry.stream != HOST:
             yield entry, _without(entry, clocks.fork(), entries[place + 1 :])

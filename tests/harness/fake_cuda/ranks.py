@@ -65,7 +65,8 @@ class NcclGroup(EmulatedGroup):
 
     def __init__(self, members: list[int], rank: int, lane: Any) -> None:
         super().__init__(cluster("a100-80g"), members, rank, lane)
-        self._members, self._connected = members, set[tuple[str, tuple[int, ...]]]()
+        self._members = members
+        self._connected = set[tuple[str, tuple[int, ...]]]()
 
     def _launch(self, kind: str, members: tuple[int, ...]) -> None:
         name = self.group_desc if len(members) == len(self._members) else f"{self.group_desc}, {members}"

@@ -45,7 +45,9 @@ class Device:
     """
 
     def __init__(self) -> None:
-        self.log, self.stream, self.may_sync = Log(), COMPUTE, True
+        self.log = Log()
+        self.stream = COMPUTE
+        self.may_sync = True
         self.capture: Any = None
         self.syncs: list[str] = []
         self.pinned: set[int] = set()

@@ -94,9 +94,12 @@ def rows_of(
 
 def stopped_and_taken_up(one: Rows, total: int, most: int) -> list[dict[str, list[int]]]:
     """The first rows, read by 1, 2 or 3 ranks in turn, which stop after some steps, fewer than `most`."""
-    draw, position, found = random.Random(1), 0, list[Row]()
+    draw = random.Random(1)
+    position = 0
+    found = list[Row]()
     while len(found) < total:
-        ranks, size = draw.choice([1, 2, 3]), draw.choice([1, 2])
+        ranks = draw.choice([1, 2, 3])
+        size = draw.choice([1, 2])
         rows, position = rows_of(one, position, ranks, size, draw.randrange(1, most), read_ahead=draw.random() < 0.5)
         found += rows
     return [lists(row) for row in found[:total]]

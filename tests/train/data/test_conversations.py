@@ -56,7 +56,8 @@ def test_bytes_have_a_turn_for_each_role() -> None:
     chat = ByteChat()
     assert bytes(chat.encode(TALK).tokens) == b"\1Be short.\0\2One?\0\3Yes, one.\0\2Two?\0\3No.\0"
     assert said(chat, bytes) == b"Yes, one.\0No.\0"
-    assert bytes(chat.prompt(TALK[1:2])) == b"\2One?\0\3" and chat.stops == {0}
+    assert bytes(chat.prompt(TALK[1:2])) == b"\2One?\0\3"
+    assert chat.stops == {0}
     with pytest.raises(ConfigError, match=r"role 'tool': conversations in bytes have system, user, assistant"):
         chat.encode([{"role": "tool", "content": "x"}])
 
@@ -74,7 +75,8 @@ def test_templates_with_marks_and_without_learn_what_the_assistant_says(learnt: 
     plain = chat_of(learnt)
     assert plain.encode(TALK).tokens.tolist() == marked.encode(TALK).tokens.tolist()
     assert said(plain, inner.decode) == "Yes, one.<|im_end|>\nNo.<|im_end|>\n"  # a line's end is of the turn
-    assert plain.stops == marked.stops and plain.fingerprint() != marked.fingerprint()
+    assert plain.stops == marked.stops
+    assert plain.fingerprint() != marked.fingerprint()
     inner.chat_template = WITHOUT_MARKS.partition("{% if add_generation_prompt")[0]  # so the assistant says its head
     assert said(chat_of(learnt), inner.decode, TALK[:3]) == "<|im_start|>assistant\nYes, one.<|im_end|>\n"
     assert chat_of(learnt).stops == marked.stops
@@ -119,7 +121,8 @@ Piece = tuple[list[int], list[int]]
 
 def plain(encoded: Any, seq_len: int) -> list[Piece]:
     """What is learnt from a conversation, cut by hand: (tokens, targets) of each piece in which something is."""
-    tokens, learnt = encoded[0].tolist(), encoded[1].tolist()
+    tokens = encoded[0].tolist()
+    learnt = encoded[1].tolist()
     aims = [token if counts else -100 for token, counts in zip(tokens, learnt, strict=True)]
     cuts = range(0, max(1, len(tokens) - 1), seq_len)
     found = [(tokens[at : at + seq_len][: len(tokens) - 1 - at], aims[at + 1 : at + 1 + seq_len]) for at in cuts]
@@ -132,7 +135,9 @@ def taken_apart(rows: Conversations) -> list[Piece]:
     for index in range(rows.count):
         row = rows.row(index)
         tokens, targets, documents = (row[key] for key in ("tokens", "targets", "documents"))
-        assert tokens.shape == (rows.seq_len,) and set(documents.diff().tolist()) <= {0, 1} and documents[0] == 0
+        assert tokens.shape == (rows.seq_len,)
+        assert set(documents.diff().tolist()) <= {0, 1}
+        assert documents[0] == 0
         for number in documents.unique().tolist():
             at = documents == number
             if bool((targets[at] != -100).any()):
@@ -165,7 +170,8 @@ def test_each_conversation_is_learnt_once_also_one_of_three_and_a_half_rows(tmp_
     # other rows of the same tokens, and a second run, which makes neither
     made = sorted(tmp_path.glob("*/facts.json"))
     other = rows_of(Said(found), tmp_path, 200)
-    assert "longer" not in other.describe() and len(sorted(tmp_path.glob("*/facts.json"))) == len(made) + 1 == 3
+    assert "longer" not in other.describe()
+    assert len(sorted(tmp_path.glob("*/facts.json"))) == len(made) + 1 == 3
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ByteChat, "encode", lambda *_: pytest.fail("conversations are written a second time"))
         again = rows_of(Said(found), tmp_path)
@@ -225,7 +231,8 @@ def test_conversations_come_one_by_one_and_no_more_are_held(tmp_path: Path) -> N
         assert len(rows.store.tokens) > count * 2**14
         return found
 
-    few, many = peak(20), peak(400)
+    few = peak(20)
+    many = peak(400)
     assert Message.most <= 4 and many < few + 2**17, f"{few:,} bytes of 20 conversations, {many:,} of 400"
 
 
@@ -278,7 +285,8 @@ def test_a_killed_maker_leaves_nothing_that_counts(tmp_path: Path, maker: Callab
     process.join()
     assert left.exists() and list(tmp_path.glob("*.lock")), "it was killed in the middle"
     rows = of_nine(tmp_path)
-    assert len(rows.store.ends) == 9 and not list(tmp_path.glob("*.partial"))
+    assert len(rows.store.ends) == 9
+    assert not list(tmp_path.glob("*.partial"))
     fresh = of_nine(tmp_path / "fresh")
     assert rows.fingerprint() == fresh.fingerprint()
 
@@ -351,7 +359,8 @@ def test_who_makes_tokens_shows_that_it_lives(tmp_path: Path, monkeypatch: pytes
 
 def read_on_ranks(mesh: Any, cache: Path, steps: int) -> tuple[int, str, list[list[list[int]]]]:
     """Conversations that this rank wrote, the rows' fingerprint, and its part of the first steps of two rows each."""
-    written, encode = [], ByteChat.encode
+    written = []
+    encode = ByteChat.encode
 
     def counted(self: ByteChat, messages: Messages) -> Encoded:
         written.append(messages)
@@ -370,7 +379,8 @@ def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(p
     """Conversations are longer than a row; steps go into the second epoch."""
     two = pools[2].run(read_on_ranks, tmp_path / "two", 60)
     ((wrote, known_as, alone),) = pools[1].run(read_on_ranks, tmp_path / "one", 60)
-    assert sorted(count for count, *_ in two) == [0, 40] and wrote == 40
+    assert sorted(count for count, *_ in two) == [0, 40]
+    assert wrote == 40
     assert [name for _, name, _ in two] == [known_as] * 2
     assert [first + second for first, second in zip(two[0][2], two[1][2], strict=True)] == alone
 
@@ -408,7 +418,8 @@ def test_conversations_of_files_are_read_and_bad_ones_are_named(tmp_path: Path) 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     training, heldout = both_sides(tmp_path)
     counts = [int(rows.describe().split()[0]) for rows in (training, heldout)]
-    assert sum(counts) == 50 and 3 < counts[1] < 25
+    assert sum(counts) == 50
+    assert 3 < counts[1] < 25
     pandas.DataFrame(lines).to_parquet(tmp_path / "a.parquet")
     same = both_sides(tmp_path, "a.parquet")
     assert [rows.fingerprint() for rows in same] == [training.fingerprint(), heldout.fingerprint()]

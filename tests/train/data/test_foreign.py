@@ -58,7 +58,8 @@ def test_megatrons_stores(tmp_path: Path, kind: Any, code: int, cut: int) -> Non
     (tmp_path / "a.txt").write_text("\n".join(found[:15]))
     training, heldout = stored(prefix, heldout_fraction=0.25, packing="documents")
     same, _ = opened(tmp_path, datasets=(str(tmp_path / "a.txt"),), heldout_fraction=0.0, packing="documents")
-    assert same_rows(training, same) and isinstance(heldout, Indexed)
+    assert same_rows(training, same)
+    assert isinstance(heldout, Indexed)
     first = heldout.row(0)["tokens"].tolist()
     assert bytes(first) == found[15].encode()[: len(first)]
     assert training.fingerprint() != heldout.fingerprint()
@@ -74,7 +75,8 @@ def test_megatrons_stores_that_are_refused(tmp_path: Path) -> None:
     prefix = tmp_path / "part"
     good = [[1, 2, 0], [3, 0]]
     megatrons(prefix, good)
-    index, content = prefix.with_suffix(".idx").read_bytes(), prefix.with_suffix(".bin").read_bytes()
+    index = prefix.with_suffix(".idx").read_bytes()
+    content = prefix.with_suffix(".bin").read_bytes()
     for written, message in (
         ((b"TNTIDX" + index[6:], content), "begins with"),
         ((index[:9] + b"\x02" + index[10:], content), "version 2"),
@@ -101,7 +103,8 @@ def test_every_document_of_a_store_is_looked_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: Any, code: int, bad: list[int], says: str
 ) -> None:
     """Tokens beyond the vocabulary, and ends that are none, behind the first that go through the tokenizer together."""
-    found, part = [[1, 2, 0]] * (AT_ONCE + 90), tmp_path / "part"
+    found = [[1, 2, 0]] * (AT_ONCE + 90)
+    part = tmp_path / "part"
     megatrons(part, [*found[: AT_ONCE + 70], bad, *found], kind, code)
     refused(part, rf"part: {says} in document {AT_ONCE + 70}: expected tokens below 256, and ")
     megatrons(part, found, kind, code)
@@ -112,7 +115,9 @@ def test_every_document_of_a_store_is_looked_at_once(
 
 
 def same_rows(one: Rows, other: Rows) -> bool:
-    assert isinstance(one, Indexed) and isinstance(other, Indexed) and one.count == other.count > 0
+    assert isinstance(one, Indexed)
+    assert isinstance(other, Indexed)
+    assert one.count == other.count > 0
     return all(lists(one.row(i)) == lists(other.row(i)) for i in range(one.count))
 
 
@@ -294,8 +299,10 @@ def test_states_go_through_json() -> None:
     assert found.keys() == state.keys()
     for name in ("bytes", "list"):
         assert found[name] == state[name]
-    assert torch.equal(found["halves"], state["halves"]) and found["halves"].dtype == torch.bfloat16
-    assert torch.equal(found["generator"], generator) and found["none"].shape == (0, 3)
+    assert torch.equal(found["halves"], state["halves"])
+    assert found["halves"].dtype == torch.bfloat16
+    assert torch.equal(found["generator"], generator)
+    assert found["none"].shape == (0, 3)
     assert found["none"].dtype == torch.bfloat16
     for bad, message in (
         ({"a": [object]}, r"its state\.a\[0\] is a type: checkpoints keep JSON, bytes and tensors"),
@@ -356,7 +363,8 @@ def test_positions_that_are_refused(tmp_path: Path) -> None:
 def test_pipelines_are_sources_like_others(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     _, heldout = opened(tmp_path, 5, pipelines=(f"{tmp_path}/own.py:rows",))
-    assert isinstance(heldout, Indexed) and heldout.count == 5
+    assert isinstance(heldout, Indexed)
+    assert heldout.count == 5
     assert heldout.row(0)["tokens"].tolist() == [107, 108, 109, 110]
     _, all_of_it = opened(tmp_path, 50, pipelines=(f"{tmp_path}/own.py:rows",))
     assert isinstance(all_of_it, Indexed) and all_of_it.count == 9, "an epoch"
@@ -400,7 +408,8 @@ def rows(*, split, epoch, seed, seq_len):
     return Numbers(seq_len, split, epoch, seed + int(os.environ["RANK"]))
 """
     for one in pools[2].run(inside, piped(tmp_path, source)):
-        assert "ranks were started differently" in one.error and "content of the training text: " in one.error
+        assert "ranks were started differently" in one.error
+        assert "content of the training text: " in one.error
 
 
 def test_a_config_of_others_runs_no_pipeline(tmp_path: Path) -> None:

@@ -57,13 +57,17 @@ def test_tokens_are_made_once_for_each_content(tmp_path: Path) -> None:
             self.calls += 1
             return super().encode(found)
 
-    documents, tokenizer, cache = text_files(tmp_path, texts(9)), Counted(), tmp_path / "cache"
+    documents = text_files(tmp_path, texts(9))
+    tokenizer = Counted()
+    cache = tmp_path / "cache"
     first = tokenised(documents, tokenizer, cache)
     again = tokenised(documents, tokenizer, cache)
-    assert tokenizer.calls == 1 and first.digest == again.digest
+    assert tokenizer.calls == 1
+    assert first.digest == again.digest
     documents.paths[4].write_text("other")
     assert tokenised(documents, tokenizer, cache).digest != first.digest
-    assert tokenizer.calls == 2 and not list(cache.glob("*.partial"))
+    assert tokenizer.calls == 2
+    assert not list(cache.glob("*.partial"))
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(ConfigError, match=r"9 files: its tokens cannot be kept in .*file.*; make room"):
@@ -104,7 +108,9 @@ def test_every_document_is_read_once_an_epoch_whoever_reads_and_stops(tmp_path: 
         epochs = [read[:90], read[90:180]]
     assert len(read) > 120, "the rows reach into the second epoch"
     assert Counter(epochs[0]) == Counter(found)
-    assert epochs[0] != epochs[1] and set(epochs[1][:-1]) <= set(found) and len(set(epochs[1])) == len(epochs[1])
+    assert epochs[0] != epochs[1]
+    assert set(epochs[1][:-1]) <= set(found)
+    assert len(set(epochs[1])) == len(epochs[1])
 
 
 def test_a_stream_without_text_is_said(tmp_path: Path) -> None:

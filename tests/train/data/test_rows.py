@@ -44,13 +44,10 @@ def test_rows_of_bytes_of_files_are_known_by_the_files(folder: Path) -> None:
     assert corpus_of(folder, 4).describe() == damaged.describe()  # tokens that were kept say so, too
 
 
-def place(rank: int = 0, ranks: int = 1) -> Place:
-    return Place(rank, ranks, torch.device("cpu"))
-
-
 def rows(corpus: Packed, position: int, ranks: int, size: int, seed: int = 0) -> list[bytes]:
     """What all ranks together read at `position`, in order."""
-    parts = [next(batches(corpus, position, size, place(rank, ranks), seed=seed))[0]["tokens"] for rank in range(ranks)]
+    places = [Place(rank, ranks, torch.device("cpu")) for rank in range(ranks)]
+    parts = [next(batches(corpus, position, size, place, seed=seed))[0]["tokens"] for place in places]
     return [bytes(row.tolist()) for row in torch.cat(parts)]
 
 
@@ -59,17 +56,21 @@ def test_an_epoch_reads_every_window_once_whatever_the_ranks(folder: Path) -> No
     count = corpus.count
     one_by_one = [row for p in range(count) for row in rows(corpus, p, 1, 1)]
     every = [bytes(corpus.row(i)["tokens"].tolist()) for i in range(count)]
-    assert sorted(one_by_one) == sorted(every) and one_by_one != every
+    assert sorted(one_by_one) == sorted(every)
+    assert one_by_one != every
     # three ranks of two, then, from the position reached, two ranks of one: as a run resumed on fewer ranks
     mixed = rows(corpus, 0, 3, 2) + [row for p in range(6, count - 1, 2) for row in rows(corpus, p, 2, 1)]
-    assert mixed == one_by_one[: len(mixed)] and len(mixed) >= count - 1
+    assert mixed == one_by_one[: len(mixed)]
+    assert len(mixed) >= count - 1
 
 
 def test_epochs_and_seeds_shuffle_differently_and_batches_cross_epochs(folder: Path) -> None:
     corpus = corpus_of(folder, 2)
     count = corpus.count
-    first, second = rows(corpus, 0, 1, count), rows(corpus, count, 1, count)
-    assert first != second and sorted(first) == sorted(second)
+    first = rows(corpus, 0, 1, count)
+    second = rows(corpus, count, 1, count)
+    assert first != second
+    assert sorted(first) == sorted(second)
     assert first != rows(corpus, 0, 1, count, seed=1)
     assert rows(corpus, count - 2, 2, 2) == first[-2:] + second[:2]
 
@@ -79,11 +80,13 @@ def test_heldout_files_are_whole_files_and_stay_where_they_are(tmp_path: Path) -
         (tmp_path / f"{i}.txt").write_text("z" * 10)
     data = Data(files=(f"{tmp_path}/*.txt",), heldout_fraction=0.2, seq_len=4)
     train, heldout = split(data)
-    assert not set(train) & set(heldout) and len(train) + len(heldout) == 200
+    assert not set(train) & set(heldout)
+    assert len(train) + len(heldout) == 200
     assert 20 <= len(heldout) <= 60
     (tmp_path / "new.txt").write_text("z" * 10)
     again = split(data)[1]
-    assert set(heldout) <= set(again) and len(again) <= len(heldout) + 1
+    assert set(heldout) <= set(again)
+    assert len(again) <= len(heldout) + 1
 
 
 def test_named_heldout_files_are_taken_out_of_the_training_text(folder: Path) -> None:

@@ -59,13 +59,15 @@ def test_a_run_keeps_its_tokenizer(pools: Pools, tmp_path: Path) -> None:
     argv = (*flags(tmp_path, "--data.tokenizer", str(tmp_path / "bpe")), "--data.files", f"{tmp_path}/*.txt")
     fine(pools[2].run(inside, (*argv, "--steps", "4")))
     kept = json.loads((tmp_path / "runs" / "a" / "config.json").read_text())
-    assert kept["vocab"] % 64 == 0 and kept["command"] == "clm"
+    assert kept["vocab"] % 64 == 0
+    assert kept["command"] == "clm"
     shutil.rmtree(tmp_path / "bpe")
     for cached in (tmp_path / "runs" / ".tokens").iterdir():
         shutil.rmtree(cached) if cached.is_dir() else cached.unlink()
     fine(pools[1].run(inside, (*argv, "--resume", "--steps", "6")))
     (shown,) = pools[1].run(sampled, tmp_path / "runs" / "a")
-    assert "step 6" in shown and "line" in shown
+    assert "step 6" in shown
+    assert "line" in shown
 
 
 def sampled(mesh: Any, folder: Path) -> str:
@@ -95,4 +97,5 @@ def test_held_out_losses_are_means_over_targets(mesh: Any) -> None:
     place = Place.of(mesh)
     config = Config(data=Data(seq_len=4, batch=4 // place.ranks), eval_batches=9)
     found, told = Evaluation(config, loss, Gathered("held-out text", tuple(rows), "these"), place).loss(state)
-    assert found == pytest.approx(expected, rel=1e-6) and told == {"twice": pytest.approx(2 * found)}
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert told == {"twice": pytest.approx(2 * found)}

@@ -64,7 +64,8 @@ def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
     for name, column in kinds.items():
         ((training, heldout),) = documents(tmp_path / name, column=column, heldout_fraction=0.2)
         parts = list(training.texts()), list(heldout.texts())
-        assert sorted(parts[0] + parts[1]) == sorted(found) and 3 < len(parts[1]) < 25
+        assert sorted(parts[0] + parts[1]) == sorted(found)
+        assert 3 < len(parts[1]) < 25
         sides.append(parts)
         assert training.key() != heldout.key()
     assert all(each == sides[0] for each in sides)
@@ -73,7 +74,8 @@ def test_kinds_of_files_and_held_out_documents(tmp_path: Path) -> None:
     glob = jsonl(tmp_path, found[:9], column="body")
     named = glob.replace("*", "1")
     ((training, heldout),) = documents(glob, column="body", heldout_files=(named,))
-    assert sorted([*training.texts(), *heldout.texts()]) == found[:9] and list(heldout.texts()) == found[1:9:3]
+    assert sorted([*training.texts(), *heldout.texts()]) == found[:9]
+    assert list(heldout.texts()) == found[1:9:3]
 
 
 def test_rows_without_text_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -102,7 +104,8 @@ def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.M
     asked = on_the_hub(monkeypatch, **kept)
     for streaming in (False, True):
         ((training, heldout),) = documents("org/name:config", heldout_split="test", streaming=streaming)
-        assert list(training.texts()) == texts(20, 0) and list(heldout.texts()) == texts(20, 1)
+        assert list(training.texts()) == texts(20, 0)
+        assert list(heldout.texts()) == texts(20, 1)
         assert training.key() != heldout.key()
     with pytest.raises(ConfigError, match=r"'org/name:config' cannot be opened: 'nosuch'"):
         list(documents("org/name:config", split="nosuch")[0][0].texts())
@@ -112,7 +115,8 @@ def test_a_folder_is_a_dataset_with_a_name(tmp_path: Path, monkeypatch: pytest.M
 def test_a_stream_and_a_store_hold_out_the_same_documents(tmp_path: Path) -> None:
     glob = jsonl(tmp_path, texts(200))
     settings = {"datasets": (glob,), "heldout_fraction": 0.2, "packing": "stream"}
-    stored, streamed = opened(tmp_path, **settings), opened(tmp_path, streaming=True, **settings)
+    stored = opened(tmp_path, **settings)
+    streamed = opened(tmp_path, streaming=True, **settings)
     assert streamed[1].describe().startswith("4 rows of a stream of ")
     first = epoch(stored[1])
     assert set(text_of([streamed[1].row(i) for i in range(4)]).split("\0")[:-1]) <= first
@@ -130,7 +134,8 @@ class Numbered(Indexed):
     """Rows that are their source's letter and their own number."""
 
     def __init__(self, name: str, count: int) -> None:
-        self.name, self._count = name, count
+        self.name = name
+        self._count = count
 
     @property
     def count(self) -> int:
@@ -155,7 +160,8 @@ def read(rows: Rows, position: Position, count: int) -> tuple[list[tuple[int, ..
 
 def test_a_mixture_has_its_shares_and_epochs_of_each_source(tmp_path: Path) -> None:
     mixed = Mixed("text", (Numbered("a", 1000), Numbered("b", 700), Numbered("c", 90)), (5.0, 2.0, 0.5))
-    assert shares(mixed.weights) == (2731, 1092, 273) and at_most(mixed) == 90 * HAND // 273
+    assert shares(mixed.weights) == (2731, 1092, 273)
+    assert at_most(mixed) == 90 * HAND // 273
     rows, end = read(mixed, 0, 2 * HAND)
     assert end == 2 * HAND
     counts = Counter(chr(name) for name, _ in rows)
@@ -181,7 +187,8 @@ def test_a_mixture_with_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
     )
     rows, _ = read(mixed, 0, 120)
     first, position = read(mixed, 0, 47)
-    assert isinstance(position, dict) and position["sources"][0] is None
+    assert isinstance(position, dict)
+    assert position["sources"][0] is None
     assert first + read(mixed, position, 73)[0] == rows
     assert 25 < sum(set(row) <= set(b"plain text") for row in rows) < 55
 
@@ -196,7 +203,8 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / f"{i}.txt").write_text(f"line {i} of a text that is easy to learn\n" * 20)
     config = tokenizer.Config(folder / "bpe", 512, Sources(files=(f"{folder}/*.txt",), heldout_fraction=0.3))
     said = tokenizer.learn(config)
-    assert said.startswith(f"{folder}/bpe: ") and "bytes each in" in said
+    assert said.startswith(f"{folder}/bpe: ")
+    assert "bytes each in" in said
     with pytest.raises(ConfigError, match=r"out is .*bpe, which is there already"):
         tokenizer.learn(config)
     return folder
@@ -207,16 +215,19 @@ def test_a_tokenizer_that_was_learnt_reads_any_text(bpe: Path, tmp_path: Path) -
     for text in ("line 3 of a text", "naïve ≤ 3", "\0\n\t", "<|endoftext|> x"):
         assert learnt.decode(learnt.encode([text])[0].tolist()) == text
     assert len(learnt.encode(["line 3 of a text that is easy to learn"])[0]) < 15
-    assert learnt.encode([]) == [] and learnt.end not in learnt.encode(["<|endoftext|>"])[0]
+    assert learnt.encode([]) == []
+    assert learnt.end not in learnt.encode(["<|endoftext|>"])[0]
     learnt.save(tmp_path / "copy")
     copy = tokenizers.load(str(tmp_path / "copy"))
     assert (copy.fingerprint(), copy.vocab, copy.end) == (learnt.fingerprint(), learnt.vocab, learnt.end)
     assert setup.vocabulary("debug", 0, learnt) % 64 == 0 <= setup.vocabulary("debug", 0, learnt) - learnt.vocab < 64
-    assert setup.vocabulary("debug", 0, Bytes()) == 256 and setup.model_config("debug", 512).vocab == 512
+    assert setup.vocabulary("debug", 0, Bytes()) == 256
+    assert setup.model_config("debug", 512).vocab == 512
     training, _ = opened(tmp_path, files=(f"{bpe}/*.txt",), tokenizer=str(bpe / "bpe"), packing="documents")
     assert int(max(row["tokens"].max() for row in map(training.row, range(3)))) < learnt.vocab
     bare = tokenizers.load(str(bpe / "bpe" / "tokenizer.json"))
-    assert bare.end == learnt.end and bare.encode(["a text"])[0].tolist() == learnt.encode(["a text"])[0].tolist()
+    assert bare.end == learnt.end
+    assert bare.encode(["a text"])[0].tolist() == learnt.encode(["a text"])[0].tolist()
 
 
 # ---- what is refused
@@ -287,5 +298,6 @@ def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_wsd_is_flat_and_falls_at_the_end() -> None:
     rate = setup.learning_rate(Optim(learning_rate=1.0, warmup=4, decay="wsd", decay_steps=5, final_fraction=0.1), 20)
     got = [float(rate(step)) for step in range(21)]
-    assert got[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8]) and got[4:16] == [1.0] * 12
+    assert got[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert got[4:16] == [1.0] * 12
     assert got[16:] == pytest.approx([0.82, 0.64, 0.46, 0.28, 0.1])

@@ -39,10 +39,13 @@ def test_code_beside_a_tokenizer_never_runs(folder: Path, tmp_path: Path, monkey
     try:
         found = tokenizers.load(str(folder))
     except ConfigError as error:
-        assert file == "tokenizer_config.json" and "contains custom code" in str(error)
+        assert file == "tokenizer_config.json"
+        assert "contains custom code" in str(error)
     else:  # the configuration of a model is not needed
-        assert file == "config.json" and found.decode(found.encode(["One?"])[0].tolist()) == "One?"
-    assert not ran.exists() and not asked
+        assert file == "config.json"
+        assert found.decode(found.encode(["One?"])[0].tolist()) == "One?"
+    assert not ran.exists()
+    assert not asked
 
 
 def test_no_call_leaves_it_open_whether_code_is_trusted() -> None:
@@ -61,7 +64,8 @@ def test_a_template_that_does_not_end_is_stopped(folder: Path, monkeypatch: pyte
     gc.collect()  # an alarm in pytest's hook for what the collector finds would be an error of its own
     found = tokenizers.load(str(folder))
     assert isinstance(found, tokenizers.Pretrained)
-    loop, end = "{% for i in range(99999) %}", "{% endfor %}"
+    loop = "{% for i in range(99999) %}"
+    end = "{% endfor %}"
     message = r"the chat template refuses \[\{'role'.*: it runs for more than 0.1 s"
     for template in (loop * 4 + end * 4, "{{ (range(99999) | list * 9) | sort | sum }}" * 400):
         found.inner.chat_template = template

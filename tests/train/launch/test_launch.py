@@ -203,7 +203,8 @@ def test_a_launcher_whose_reader_goes_away_ends(tmp_path: Path) -> None:
     endless = script(tmp_path, "while True: print('line')")
     command = [sys.executable, "-m", "train", "launch", "--ranks", "2", endless]
     launcher = subprocess.Popen(command, cwd=machine.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
-    assert launcher.stdout is not None and launcher.stdout.readline() == b"line\n"
+    assert launcher.stdout is not None
+    assert launcher.stdout.readline() == b"line\n"
     launcher.stdout.close()
     assert launcher.wait(100) == 1  # BrokenPipeError of a rank
 
@@ -309,7 +310,8 @@ def test_a_launcher_told_to_end_while_it_starts_leaves_nobody(launched: Launched
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(100) == 128 + signal.SIGTERM
     assert not alive(pids)
-    assert launcher.stderr is not None and "restart" not in launcher.stderr.read()
+    assert launcher.stderr is not None
+    assert "restart" not in launcher.stderr.read()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -60,7 +60,8 @@ class Cluster:
 def test_a_run_that_ends_by_itself_is_not_requeued(tmp_path: Path, status: int) -> None:
     cluster = Cluster(tmp_path, f'echo "threads $OMP_NUM_THREADS" "${{@: -1}}"; exit {status}')
     job = cluster.start("clm", "--name", "a b")
-    assert "threads 3 a b" in job.communicate(timeout=100)[0] and job.returncode == status
+    assert "threads 3 a b" in job.communicate(timeout=100)[0]
+    assert job.returncode == status
     show, srun = cluster.calls
     assert show == "scontrol show hostnames x[1-2]"
     assert "--rdzv-endpoint=first:24242 --rdzv-id=4242 -m train clm --name a b" in srun
@@ -71,7 +72,8 @@ def test_a_script_takes_the_place_of_a_subcommand(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path, "exit 0")
     assert cluster.start("own.py", "--steps", "2", RESTARTS="5").wait(100) == 0
     srun = cluster.calls[-1]
-    assert srun.endswith(f"--rdzv-id={JOB} own.py --steps 2") and "--max-restarts=5" in srun
+    assert srun.endswith(f"--rdzv-id={JOB} own.py --steps 2")
+    assert "--max-restarts=5" in srun
 
 
 @pytest.mark.parametrize(("ends_with", "requeued"), [(1, True), (0, False)])
@@ -84,7 +86,8 @@ def test_a_run_that_is_told_to_end_saves_and_is_requeued(tmp_path: Path, ends_wi
     until(ready.exists)
     job.send_signal(signal.SIGTERM)
     said = job.communicate(timeout=100)[0]
-    assert job.returncode == ends_with and "saved" in said
+    assert job.returncode == ends_with
+    assert "saved" in said
     assert f"scancel --signal=TERM {JOB}" in cluster.calls
     assert (f"scontrol requeue {JOB}" in cluster.calls) == requeued == ("told to end" in said)
 

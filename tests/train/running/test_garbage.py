@@ -35,5 +35,7 @@ def test_garbage_is_collected_after_the_same_steps_on_all_ranks(
     runs: Runs, every: int, expected: list[int] | None, on: set[bool]
 ) -> None:
     for error, after, was, now in runs(2, "--gc-every", str(every), by=collections):
-        assert not error and was == on and now
+        assert not error
+        assert was == on
+        assert now
         assert expected is None or after == expected

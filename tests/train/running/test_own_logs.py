@@ -52,7 +52,8 @@ def on_the_page(column: int = 0) -> str:
 
 def logged(runs: Runs, name: str, module: str, page: str, *more: str, **words: Any) -> tuple[Any, Any, list[Any]]:
     """A run of two ranks with `module` in place of a library; what that was told first, and then."""
-    seen, own = runs.folder / "seen", runs.folder / "mine.py"
+    seen = runs.folder / "seen"
+    own = runs.folder / "mine.py"
     text = module.format(seen=str(seen), **words)
     made = f"import sys, types\nsys.modules[{name!r}] = it = types.ModuleType({name!r})\nexec({text!r}, vars(it))"
     own.write_text(f"{made}\n{page}\ndel sys.modules[{name!r}]")  # other tests run in the same process
@@ -65,7 +66,8 @@ def logged(runs: Runs, name: str, module: str, page: str, *more: str, **words: A
 def test_rank_0_calls_it_with_every_line(raises: int, runs: Runs, tmp_path: Path) -> None:
     ranks, begun, told = logged(runs, "wandb", STAND_IN, on_the_page(), "--steps", "6", raises=raises)
     kept = lines(tmp_path)
-    assert begun == ["begun", "mine"] and len(kept) == 6
+    assert begun == ["begun", "mine"]
+    assert len(kept) == 6
     assert told == (kept if raises < 0 else kept[:2])
     assert [("it is not called again" in rank.err) for rank in ranks] == [raises > 0, False]
 
@@ -74,14 +76,17 @@ def test_mlflow_gets_numbers_and_the_step_apart(runs: Runs, tmp_path: Path) -> N
     """The other column of the page."""
     _, begun, told = logged(runs, "mlflow", MLFLOW, on_the_page(1), "--steps", "4")
     kept = lines(tmp_path)
-    assert begun == ["begun", "mine"] and told == kept and len(kept) == 4
+    assert begun == ["begun", "mine"]
+    assert told == kept
+    assert len(kept) == 4
 
 
 def test_a_file_that_cannot_be_run_is_refused_on_all_ranks_before_there_is_a_run(runs: Runs, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import nothing_like_it\n")
     found = {rank.error for rank in runs(2, "--log", f"{tmp_path / 'mine.py'}:log")}
     (error,) = found
-    assert "ConfigError: log: " in error and "ModuleNotFoundError: No module named 'nothing_like_it'" in error
+    assert "ConfigError: log: " in error
+    assert "ModuleNotFoundError: No module named 'nothing_like_it'" in error
     assert not (runs.path / "config.json").exists()
 
 

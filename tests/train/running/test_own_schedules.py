@@ -24,7 +24,8 @@ number = 3
 
 
 def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(runs: Runs, tmp_path: Path) -> None:
-    own, seen = tmp_path / "own.py", tmp_path / "seen"
+    own = tmp_path / "own.py"
+    seen = tmp_path / "seen"
     own.write_text(OWN.format(seen=str(seen)))
 
     runs.fine(2, "--name", "plain", "--steps", "4")
@@ -36,14 +37,16 @@ def test_a_run_goes_on_with_the_program_that_its_checkpoint_has(runs: Runs, tmp_
     assert seen.read_text().split() == ["built"] * 2
     assert losses(tmp_path, "a") == losses(tmp_path, "plain")
     (error,) = {rank.error for rank in runs(1, "--resume", "--steps", "9")}
-    assert "ConfigError" in error and "the program in the checkpoint is not for this step" in error
+    assert "ConfigError" in error
+    assert "the program in the checkpoint is not for this step" in error
     runs.fine(2, "--resume", "--steps", "9", "--sharding.schedule", "zero2")
 
 
 def test_a_config_of_others_runs_no_code(tmp_path: Path) -> None:
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nf = print")
     config = resumed(of_others(tmp_path, sharding={"schedule": f"{tmp_path}/evil.py:f"}))
-    assert config.sharding.schedule == "saved" and not (tmp_path / "ran").exists()
+    assert config.sharding.schedule == "saved"
+    assert not (tmp_path / "ran").exists()
     with pytest.raises(ConfigError, match="for runs that --resume"):
         run.parse(["--sharding.schedule", "saved"], Config, quiet=False)
 

@@ -62,7 +62,8 @@ def test_metrics_are_one_object_a_line_and_go_to_tensorboard(tmp_path: Path) -> 
     text = shown.getvalue()
     assert "step     0/20  held-out loss 5.5452 nats a byte (8.000 bits)" in text
     assert [line.split()[1] for line in text.splitlines() if "tok/s" in line] == ["1/20", "10/20", "20/20"]
-    assert "\x1b" not in text and "ETA 0:00" in text
+    assert "\x1b" not in text
+    assert "ETA 0:00" in text
 
 
 def test_a_terminal_shows_one_live_line(tmp_path: Path) -> None:
@@ -197,7 +198,9 @@ def test_a_step_that_is_not_finite_is_marked(loss: float, skipped: float) -> Non
 def test_flops_of_a_token_by_hand() -> None:
     model = llama.CONFIGS["debug"]
     E, F, L, V = model.embed, model.ffn, model.layers, model.vocab
-    H, K, D = model.heads, model.kv_heads, model.head_dim
+    H = model.heads
+    K = model.kv_heads
+    D = model.head_dim
     matrices = L * (2 * E * H * D + 2 * E * K * D + 3 * E * F + 2 * E) + V * E + E
     assert per_token(model, 100) == 6 * matrices + 12 * L * H * D * 100
     assert peak(torch.device("cpu")) is None

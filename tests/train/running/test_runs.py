@@ -60,7 +60,8 @@ def test_every_example_is_read_once_by_four_ranks_then_two_then_three(runs: Runs
     assert {one.error for one in four + two} == {"Killed: "}
     trained = ((four, 4), (two, 4), (three, 2))
     read = Counter(row for ranks, count in trained for one in ranks for batch in one.read[:count] for row in batch)
-    assert len(read) == windows and set(read.values()) == {1}
+    assert len(read) == windows
+    assert set(read.values()) == {1}
     assert steps(tmp_path) == list(range(1, 11))
 
 
@@ -83,9 +84,11 @@ def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(pools:
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 3, 4, 5]
     # ranks that joined or left are no restart to torchrun, whose run id is the same
     (ended, *_) = fine(pools[2].run(under, first, argv))
-    assert len(ended.read) == STEPS - 4 and steps(tmp_path) == ALL
+    assert len(ended.read) == STEPS - 4
+    assert steps(tmp_path) == ALL
     again = {one.error for one in pools[2].run(under, first | {"TORCHELASTIC_RUN_ID": "y"}, argv)}
-    assert len(again) == 1 and "already has step-00000012" in again.pop()
+    assert len(again) == 1
+    assert "already has step-00000012" in again.pop()
 
 
 def test_restarts_need_a_name_that_lasts(pools: Pools, tmp_path: Path) -> None:
@@ -143,7 +146,8 @@ def test_ranks_that_were_started_differently_are_told_each_field(pools: Pools, t
             "NVIDIA_TF32_OVERRIDE: None on rank 0, '0' on rank 1",
         ):
             assert line in one.error, one.error
-        assert "steps" not in one.error and "torch:" not in one.error
+        assert "steps" not in one.error
+        assert "torch:" not in one.error
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".tokens"]
 
 
@@ -238,7 +242,8 @@ def test_single_steps_that_are_not_finite_are_reported_and_survived(runs: Runs, 
     assert len({line["lr"] for line in lines(tmp_path)[5:8]}) == 1, "the optimizer has not counted them"
     runs.fine(2, "--resume", "--steps", "13")
     assert lines(tmp_path)[12]["lr"] == pytest.approx(setup.learning_rate(Optim(warmup=2), 13)(10))
-    assert ended[0].err.count("warning: step 6: loss nan") == 1 and ended[1].err == ""
+    assert ended[0].err.count("warning: step 6: loss nan") == 1
+    assert ended[1].err == ""
 
 
 @pytest.mark.nightly
@@ -253,9 +258,11 @@ def test_spikes_are_skipped_where_that_is_asked_for_also_after_a_resume(runs: Ru
 
 def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(runs: Runs, tmp_path: Path) -> None:
     ended = runs.fine(2, "--max-skipped", "3", by=poisoned, given=(7, 9))
-    assert "warning: steps 7 to 9, the last with loss nan" in ended[0].err and "back to step 4" in ended[0].err
+    assert "warning: steps 7 to 9, the last with loss nan" in ended[0].err
+    assert "back to step 4" in ended[0].err
     assert "warning: step 8: its update ruined the weights" in ended[0].err  # what its loss cannot tell apart
-    assert steps(tmp_path) == ALL and not any("skipped" in line for line in lines(tmp_path))
+    assert steps(tmp_path) == ALL
+    assert not any("skipped" in line for line in lines(tmp_path))
     assert position(tmp_path) == (STEPS + 5) * 4
     rows = [row for one in ended for batch in one.read for row in batch]
     assert len(rows) == len(set(rows)) == (STEPS + 5) * 4
@@ -263,9 +270,8 @@ def test_after_many_in_a_row_a_run_goes_back_and_on_with_other_text(runs: Runs, 
 
 def test_a_run_gives_up_after_going_back_in_vain_and_keeps_what_was_good(runs: Runs, tmp_path: Path) -> None:
     for one in runs(2, "--max-skipped", "2", "--max-rollbacks", "2", by=poisoned, given=(7, 10**6)):
-        assert (
-            one.error.startswith("Diverged: steps 5 to 6, the last with loss nan") and "as often as it may" in one.error
-        )
+        assert one.error.startswith("Diverged: steps 5 to 6, the last with loss nan")
+        assert "as often as it may" in one.error
         assert len(one.read) == 6 + 2 + 2 * 2
     assert saved(tmp_path) == ["step-00000004"]
     assert all(line["loss"] is not None for line in lines(tmp_path)[:4])
@@ -295,12 +301,13 @@ def full_disk(times: int, reader: Reader, folder: str) -> None:
 def test_a_full_disk_delays_checkpoints_and_lines(runs: Runs, tmp_path: Path) -> None:
     ended = runs.fine(2, given=(full_disk, str(tmp_path)))
     err = ended[0].err
-    assert (
-        "metrics.jsonl: [Errno 27] File too large" in err and "metrics.jsonl: written again, nothing is missing" in err
-    )
+    assert "metrics.jsonl: [Errno 27] File too large" in err
+    assert "metrics.jsonl: written again, nothing is missing" in err
     assert "warning: no checkpoint of step 8: " in err and "File too large" in err, err
     assert steps(tmp_path) == ALL
-    assert "step-00000012" in saved(tmp_path) and len(saved(tmp_path)) == 2 and saved(tmp_path)[0] != "step-00000004"
+    assert "step-00000012" in saved(tmp_path)
+    assert len(saved(tmp_path)) == 2
+    assert saved(tmp_path)[0] != "step-00000004"
     assert ended[1].err == ""
 
 
@@ -337,7 +344,8 @@ def test_a_folder_that_vanishes_is_made_again(runs: Runs, tmp_path: Path) -> Non
     ended = runs.fine(2, given=(gone, str(tmp_path / "runs")))
     assert "metrics.jsonl was deleted: what it held is lost" in ended[0].err
     assert "warning: no checkpoint of step 8: " in ended[0].err
-    assert saved(tmp_path)[-1] == "step-00000012" and steps(tmp_path)[-1] == STEPS
+    assert saved(tmp_path)[-1] == "step-00000012"
+    assert steps(tmp_path)[-1] == STEPS
 
 
 def test_runs_that_cannot_be_written_are_refused(runs: Runs, tmp_path: Path) -> None:

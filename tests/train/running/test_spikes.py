@@ -12,7 +12,8 @@ from train.running.saves import WINDOW, Spikes
 
 
 def numbers(draw: random.Random, step: int) -> tuple[float, float]:
-    loss, norm = 3.0 + draw.gauss(0, 0.1), 1.0 + draw.gauss(0, 0.05)
+    loss = 3.0 + draw.gauss(0, 0.1)
+    norm = 1.0 + draw.gauss(0, 0.05)
     if step % 37 == 36:
         loss += draw.choice([0.2, 0.5, 3.0])
     if step % 53 == 52:
@@ -44,7 +45,8 @@ def test_spikes_are_those_of_the_definition_before_and_after_a_resume() -> None:
         assert flags[-1] == expected(history, (loss, norm), 4.0), step
         if loss == loss:
             history.append((loss, norm))
-    assert 5 < sum(flags) < 15 and not any(flags[: WINDOW // 2])
+    assert 5 < sum(flags) < 15
+    assert not any(flags[: WINDOW // 2])
 
 
 def test_a_new_level_is_a_spike_for_a_while_alone() -> None:
@@ -53,4 +55,6 @@ def test_a_new_level_is_a_spike_for_a_while_alone() -> None:
         bool(spikes({"loss": torch.tensor(3.0 + step % 2 / 10 + 2 * (step >= 100)), "grad_norm": torch.tensor(1.0)}))
         for step in range(130)
     ]
-    assert flags[100] and not any(flags[:100]) and not any(flags[104:])
+    assert flags[100]
+    assert not any(flags[:100])
+    assert not any(flags[104:])

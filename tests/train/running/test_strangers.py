@@ -17,28 +17,38 @@ from tests.train.inside import Runs, flags, inside
 from train.page.command import Options, write
 
 ODD = [
-    *(
-        None,
-        True,
-        -1,
-        2**62,
-        2**200,
-        1.5,
-        float("nan"),
-        "",
-        "17",
-        [],
-        {},
-        [[]],
-        {"rows": 1},
-        {"place": [0], "tokens": 0},
-    ),
-    *({"rows": 1, "sources": 3}, {"place": [0, 0, None, 0], "tokens": 0}),
+    None,
+    True,
+    -1,
+    2**62,
+    2**200,
+    1.5,
+    float("nan"),
+    "",
+    "17",
+    [],
+    {},
+    [[]],
+    {"rows": 1},
+    {"place": [0], "tokens": 0},
+    {"rows": 1, "sources": 3},
+    {"place": [0, 0, None, 0], "tokens": 0},
 ]
 PAIR = [1.0, 2.0]
 SPIKES = [
-    *(None, 1, "x", {}, [1], [[1]], [[1, 2, 3]], [["a", "b"]], [[True, 1.0]], [[1.0, float("inf")]], [PAIR] * 129),
-    *([PAIR, None], [[10**400, 1]]),
+    None,
+    1,
+    "x",
+    {},
+    [1],
+    [[1]],
+    [[1, 2, 3]],
+    [["a", "b"]],
+    [[True, 1.0]],
+    [[1.0, float("inf")]],
+    [PAIR] * 129,
+    [PAIR, None],
+    [[10**400, 1]],
 ]
 EXTRAS = {
     "position": [*({"position": each} for each in ODD), None],
@@ -102,14 +112,32 @@ def test_a_nest_in_a_manifest_is_refused_on_every_rank(runs: Runs, tmp_path: Pat
 
 
 FILES = [
-    *("lock", "config.json", "config.json.partial", "metrics.jsonl", "metrics.jsonl.partial", "events.jsonl"),
-    *("timeline.json", "timeline.json.partial", "report.html", "report.html.partial"),
-    *("checkpoints/latest", "checkpoints/latest.partial", "checkpoints/step-00000016", "tokenizer.partial"),
-    *("checkpoints/step-00000016.partial", "checkpoints/step-00000012.replaced", "checkpoints/step-00000002.partial"),
+    "lock",
+    "config.json",
+    "config.json.partial",
+    "metrics.jsonl",
+    "metrics.jsonl.partial",
+    "events.jsonl",
+    "timeline.json",
+    "timeline.json.partial",
+    "report.html",
+    "report.html.partial",
+    "checkpoints/latest",
+    "checkpoints/latest.partial",
+    "checkpoints/step-00000016",
+    "tokenizer.partial",
+    "checkpoints/step-00000016.partial",
+    "checkpoints/step-00000012.replaced",
+    "checkpoints/step-00000002.partial",
 ]
 FOLDERS = [
-    *("tensorboard", "checkpoints", "tokenizer", "tokenizer.partial"),
-    *("checkpoints/step-00000016", "checkpoints/step-00000016.partial", "checkpoints/step-00000002.replaced"),
+    "tensorboard",
+    "checkpoints",
+    "tokenizer",
+    "tokenizer.partial",
+    "checkpoints/step-00000016",
+    "checkpoints/step-00000016.partial",
+    "checkpoints/step-00000002.replaced",
 ]
 LINKS = [(name, kind) for name in FILES for kind in ("file", "nothing")] + [(name, "folder") for name in FOLDERS]
 
@@ -121,7 +149,8 @@ def outside(folder: Path) -> dict[str, Any]:
 
 
 def planted(folder: Path, name: str, kind: str) -> None:
-    victims, link = folder / "victims", folder / "runs" / "a" / name
+    victims = folder / "victims"
+    link = folder / "runs" / "a" / name
     shutil.rmtree(victims, ignore_errors=True)
     victims.mkdir()
     (victims / "file").write_text("mine")
@@ -140,7 +169,9 @@ def planted(folder: Path, name: str, kind: str) -> None:
 
 def goes_on(mesh: Any, folder: Path, argv: tuple[str, ...], links: list[tuple[str, str]]) -> list[str]:
     """Names of the links that led somewhere."""
-    run, kept, led = folder / "runs" / "a", folder / "kept", []
+    run = folder / "runs" / "a"
+    kept = folder / "kept"
+    led = []
     run.rename(kept)
     for name, kind in links:
         shutil.copytree(kept, run)
@@ -178,7 +209,8 @@ def reports(mesh: Any, folder: Path) -> None:
                 before = outside(folder)
                 write(Options(folders))
                 assert outside(folder) == before, f"{name}{suffix} to a {kind}"
-                assert "</html>" in (run / name).read_text() and not (run / name).is_symlink()
+                assert "</html>" in (run / name).read_text()
+                assert not (run / name).is_symlink()
 
 
 def test_no_link_is_followed_by_a_report(pools: Pools, runs: Runs, tmp_path: Path) -> None:
