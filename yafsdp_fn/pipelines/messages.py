@@ -256,7 +256,8 @@ class InCall(NamedTuple):
 
 def in_calls(program: Program) -> Iterator[InCall]:
     """Yields each op of a stage's program with its place among the calls of the stage."""
-    computes = [len(program.trace.cut.visits(call.segment)) for call in calls_of(program)]
+    split = program.trace.cut
+    computes = [len(split.visits(call.segment)) for call in calls_of(program)]
     call = done = 0
     for op in program.ops:
         inside = done > 0
@@ -264,5 +265,5 @@ def in_calls(program: Program) -> Iterator[InCall]:
         ends = done > 0 and done == computes[call]
         yield InCall(op, call, inside, ends)
         if ends:
-            call = call + 1
+            call += 1
             done = 0

@@ -46,7 +46,7 @@ def round_up(n: int, multiple: int = ALIGN) -> int:
 
 def padded_numel(numel: int, ranks: int, align: int = ALIGN) -> int:
     """Returns the elements of a flat vector of `numel`, padded so that slices are aligned and equal on all ranks."""
-    return round_up(-(-numel // ranks), align) * ranks
+    return round_up(numel, align * ranks)
 
 
 class AxisCollective(NamedTuple):
@@ -76,8 +76,7 @@ def subgroups(
     alike = [name not in along if along else name in across for name in names]
     found: dict[tuple[int, ...], list[int]] = {}
     for rank, places in enumerate(itertools.product(*map(range, sizes))):
-        group = tuple(itertools.compress(places, alike))
-        found.setdefault(group, []).append(rank)
+        found.setdefault(tuple(itertools.compress(places, alike)), []).append(rank)
     return list(found.values())
 
 

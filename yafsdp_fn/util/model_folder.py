@@ -80,5 +80,6 @@ def member(root: Path, name: str) -> Path | None:
 
 
 def _is_file_name(name: Any) -> bool:
-    plain = isinstance(name, str) and name.isprintable() and re.fullmatch(r"[^/\\:]+\.safetensors", name) is not None
-    return plain and len(name.encode()) < 256
+    if not isinstance(name, str) or not name.isprintable() or len(name.encode()) >= 256:
+        return False
+    return re.fullmatch(r"[^/\\:]+\.safetensors", name) is not None

@@ -117,7 +117,7 @@ def forget_groups() -> list[Any]:
     """Forgets all process groups without ending them, and returns what must be kept: a fork of a process that has some
     lacks their threads, for which `dist.destroy_process_group`, and freeing them, would wait."""
     c10d: Any = dist.distributed_c10d
-    kept = [dict(c10d._world.pg_map), list(c10d._world.comms) if hasattr(c10d._world, "comms") else []]
+    kept: list[Any] = [list(getattr(c10d._world, "comms", ()))]
     names = "pg_map pg_names pg_group_ranks pg_backend_config pg_to_tag tags_to_pg pg_coalesce_state"
     c10d._update_default_pg(None)
     for name in names.split():
