@@ -54,7 +54,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    most, nightly = config.getoption("--max-world"), config.getoption("--nightly")
+    most = config.getoption("--max-world")
+    nightly = config.getoption("--nightly")
     kept = [item for item in items if _world(item) <= most and (nightly or not item.get_closest_marker("nightly"))]
     if nightly:
         Pool.patience = NIGHT - 100

@@ -53,12 +53,12 @@ def deterministic(local: int | None = None) -> Any:
     return ya.mesh(device="cpu", deterministic=G, local=local)
 
 
-def global_batch(step: int, rows: int = G, length: int = 6) -> dict[str, Tensor]:
+def global_batch(step: int, rows: int = G) -> dict[str, Tensor]:
     """Tokens and targets [B, S]; from a tenth to a half of the targets is masked, unevenly over micro-shards."""
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, CONFIG.vocab, (rows, length), generator=generator)
-    targets = torch.randint(0, CONFIG.vocab, (rows, length), generator=generator)
-    masked = torch.rand(rows, length, generator=generator) < torch.linspace(0.1, 0.5, rows)[:, None]
+    tokens = torch.randint(0, CONFIG.vocab, (rows, 6), generator=generator)
+    targets = torch.randint(0, CONFIG.vocab, (rows, 6), generator=generator)
+    masked = torch.rand(rows, 6, generator=generator) < torch.linspace(0.1, 0.5, rows)[:, None]
     return {"tokens": tokens, "targets": targets.masked_fill(masked, -100)}
 
 

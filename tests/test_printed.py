@@ -155,13 +155,15 @@ def test_mypy_sees_the_types_from_outside(tmp_path: Path) -> None:
         assert re.search(rf"Revealed type is .*{of_type}", said), said
 
 
+WEIGHTS = {"layers": ya.Stacked({"w": ya.Param((2, 16, 16))})}
+
+
+def loss(params: Any, batch: Any) -> Any:
+    return ya.scan(lambda x, w: (x + ya.linear(x, w["w"]), None), batch, params["layers"])[0].square().mean()
+
+
 def test_what_is_large_prints_in_a_line() -> None:
-    weights = {"layers": ya.Stacked({"w": ya.Param((2, 16, 16))})}
-
-    def loss(params: Any, batch: Any) -> Any:
-        return ya.scan(lambda x, w: (x + ya.linear(x, w["w"]), None), batch, params["layers"])[0].square().mean()
-
-    trace = ya.planner.trace(loss, weights, torch.empty(4, 16), ranks=8, tx=ya.optim.sgd(0.1))
+    trace = ya.planner.trace(loss, WEIGHTS, torch.empty(4, 16), ranks=8, tx=ya.optim.sgd(0.1))
     plan = ya.planner.Plan.of(ya.schedules.zero3()(trace), "a100-80g")
     lazy = ya.Lazy((2, 3), torch.float32, lambda layer: torch.zeros(3))
     both = ya.planner.compare({"zero3": plan, "again": plan.timeline})
@@ -176,7 +178,7 @@ def test_what_is_large_prints_in_a_line() -> None:
     }.items():
         assert re.fullmatch(pattern, printed), printed
     assert len(repr([plan, plan.program, plan.timeline, trace, both, found])) < 1200
-    plain = ya.PlainState.create(weights, ya.optim.adamw(1e-3))
+    plain = ya.PlainState.create(WEIGHTS, ya.optim.adamw(1e-3))
     assert repr(plain) == "PlainState(step=0, seed=0: layers.w)"
 
 

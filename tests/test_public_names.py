@@ -14,6 +14,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.pages import ROOT
 from tests.harness.small import one_rank
+from tests.test_printed import WEIGHTS, loss
 from yafsdp_fn.optim import adamw
 from yafsdp_fn.util.foreign_names import MEANT
 
@@ -131,12 +132,7 @@ print(again == ya.verify(program), seconds, ya.planner.Plan.of(again, "a100-80g"
 
 def test_programs_are_built_proved_and_planned_without_torch() -> None:
     """In a browser, say. To the same figures: they come from the same code."""
-    params = {"layers": ya.Stacked({"w": ya.Param((3, 16, 16))})}
-
-    def loss(params: Any, batch: Any) -> Any:
-        return ya.scan(lambda x, w: (x + ya.linear(x, w["w"]), None), batch, params["layers"])[0].square().mean()
-
-    trace = ya.planner.trace(loss, params, torch.empty(4, 16, device="meta"), ranks=8, precision=WIDE, tx=adamw(1e-3))
+    trace = ya.planner.trace(loss, WEIGHTS, torch.empty(4, 16, device="meta"), ranks=8, precision=WIDE, tx=adamw(1e-3))
     program = ya.schedules.zero3()(trace)
     ran = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCH], input=program.to_json(), capture_output=True, text=True, cwd=ROOT

@@ -54,15 +54,14 @@ def test_a_timeline_is_drawn_and_a_plan_is_words_and_its_picture(stages: int, mo
 
 
 def recorded(mesh: object) -> tuple[str, str, str]:
-    state = failing.state(mesh)
-    step = ya.train_step(failing.loss, failing.TX)
-    state, _ = step(state, failing.batch())
+    steps = failing.Steps(failing.loss, 1, mesh)
     with ya.timeline.record() as recording:
-        state, _ = step(state, failing.batch())
+        steps.take()
+    program = steps.step.program(steps.now)
     timeline = recording.timeline()
     compared = ya.planner.compare({"one": timeline, "other": timeline})
     assert text_of(compared._repr_html_().split("<img ")[0]) == str(compared)
-    return step.program(state)._repr_html_(), str(step.program(state)), timeline.to_json()
+    return program._repr_html_(), str(program), timeline.to_json()
 
 
 def test_on_two_ranks_each_shows_the_same_program_and_its_own_times(pools: Pools) -> None:

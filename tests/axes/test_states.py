@@ -9,7 +9,6 @@ from typing import Any
 import optree
 import pytest
 import torch
-from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.axes.model import Options, batch_of, loss_of, mesh_of, params
@@ -18,7 +17,6 @@ from tests.harness.collector import no_collection, sessions
 from tests.harness.marks import by_day
 from tests.harness.oracle import compare
 from tests.harness.pool import on_ranks
-from tests.harness.small import slot_bytes
 from yafsdp_fn.checkpoint import CheckpointError, Saver, load, save
 from yafsdp_fn.program.json import from_json, to_json
 from yafsdp_fn.schedules import Gather
@@ -127,29 +125,6 @@ def test_checkpoints_fit_any_axes(_: Any, tmp_path: Path) -> None:
 
 
 @on_ranks(2)
-def test_slots_of_units_on_one_rank_are_their_shards(_: Any) -> None:
-    state = made(tensor=2)
-    step = ya.train_step(loss_of(OF), optimizer())
-    batch = ya.shard_batch(batch_of(0), state.mesh)
-    for _step in range(2):
-        state, _metrics = step(state, batch)
-    memory = state.memory
-    program = step.program(state)
-    units = {unit.id for unit in memory.units if unit.over}
-    assert memory.weights_alias == units
-    assert 0 < len(units) < len(memory.units)
-    (slots,) = memory.idle
-    held = {slot: unit for op in program.ops if isinstance(op, Gather) for unit, slot in zip(*op[:2], strict=True)}
-    for slot, unit in held.items():
-        row = memory.working.rows[unit].untyped_storage().data_ptr()
-        assert (slots.weight(slot, unit).flat.untyped_storage().data_ptr() == row) == (unit in units)
-    needed, whole = (
-        sum((*program.slot_bytes(of).values(), *program.grad_slot_bytes(of).values())) for of in (units, ())
-    )
-    assert 0 < needed == slot_bytes(slots) < whole
-
-
-@on_ranks(2)
 def test_a_deterministic_run_on_other_axes_is_told(_: Any, tmp_path: Path) -> None:
     folder = str(tmp_path)
     meshes = [ya.mesh(device="cpu", deterministic=4, **axes) for axes in ({"tensor": 2}, {})]
@@ -209,23 +184,6 @@ def test_programs_know_the_ranks_of_units(_: Any) -> None:
         trace.on((("shard", 4),))
     wider = trace.on((("shard", 4), ("tensor", 2)))
     assert wider.ranks_of(wider.units[split.id]) == 4
-
-
-@on_ranks(2)
-def test_ranks_that_compute_the_same_draw_alike(_: Any) -> None:
-    """Ranks of `tensor` draw alike, since they compute the same; those of other axes do not."""
-    for axes, alike in (({"tensor": 2}, True), ({"context": 2}, False), ({"expert": 2}, False), ({"shard": 2}, False)):
-        mesh = mesh_of(**axes)
-        state = ya.init({"a": {"w": ya.Param((4,))}}, mesh=mesh, precision=FLOAT64)
-
-        def loss(p: Any, _: Tensor) -> Any:
-            drawn = ya.apply(lambda w: torch.rand(3), p["a"])
-            return drawn.sum(), {"drawn": drawn}
-
-        drawn = ya.eval_step(loss, has_aux=True)(state, torch.ones(1))["aux"]["drawn"]
-        both = [torch.empty_like(drawn) for _ in range(2)]
-        torch.distributed.all_gather(both, drawn)
-        assert torch.equal(*both) == alike, axes
 
 
 @on_ranks(2)

@@ -21,7 +21,8 @@ from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.ranks import rank_of
 from tests.harness.fake_cuda.tensors import CUDA, Device
 from tests.harness.marks import nightly
-from tests.planner.test_footprint import held_by, own_gains, tokens
+from tests.models.theirs import gains_in_float32
+from tests.planner.test_footprint import held_by, tokens
 from yafsdp_fn.communication import flat, micro_shards, sums
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
@@ -99,7 +100,7 @@ def step(
     in float32"""
     with cluster(axes) as (device, mesh):
         tx = ya.optim.adamw(1e-3)
-        params = own_gains(llama.params(CONFIG)) if own else llama.params(CONFIG)
+        params = gains_in_float32(llama.params(CONFIG)) if own else llama.params(CONFIG)
         state = ya.init(params, tx, mesh=mesh, precision=PRECISIONS[precision])
         train = ya.train_step(llama.loss(CONFIG), tx, schedule=ya.schedules.zero3(), microbatches=microbatches)
         batch = tokens(CONFIG, device="cuda")
@@ -127,7 +128,7 @@ def test_buffers_are_as_planned(precision: str, own: bool, microbatches: int) ->
     """No sum and no product takes scratch on a GPU; with gains in float32, too. As much is launched at any number of
     ranks."""
     tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
-    params = own_gains(llama.params(CONFIG)) if own else llama.params(CONFIG)
+    params = gains_in_float32(llama.params(CONFIG)) if own else llama.params(CONFIG)
     how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": microbatches, "tx": tx}
     program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), params, given, **how))
     planned = predict_memory(program, device="cuda").itemised()

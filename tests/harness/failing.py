@@ -101,12 +101,16 @@ def head(w: Any, x: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy((x @ w["w"]).flatten(0, 1), targets.flatten())
 
 
-def with_ends(middle: Callable[[Any, Tensor], Any]) -> LossFn:
+def with_ends(
+    middle: Callable[[Any, Tensor], Any],
+    first: Callable[..., Tensor] = embed,
+    last: Callable[..., Tensor] = head,
+) -> LossFn:
     """The model's loss with `middle(tree, x)` between the embedding and the head."""
 
     def loss(tree: Any, data: Any) -> Tensor:
-        x = middle(tree, ya.apply(embed, tree["embed"], data["tokens"]))
-        return ya.apply(head, tree["head"], x, data["targets"])
+        x = middle(tree, ya.apply(first, tree["embed"], data["tokens"]))
+        return ya.apply(last, tree["head"], x, data["targets"])
 
     return loss
 
@@ -123,12 +127,7 @@ def loss_with(fault: Fault | None = None) -> LossFn:
     def head_block(w: Any, x: Tensor, targets: Tensor) -> Tensor:
         return tapped(fault, "head", head(w, x, targets))
 
-    def loss(tree: Any, data: Any) -> Tensor:
-        x = ya.apply(embed_block, tree["embed"], data["tokens"])
-        x, _ = ya.scan(layer_block, x, tree["layers"])
-        return ya.apply(head_block, tree["head"], x, data["targets"])
-
-    return loss
+    return with_ends(lambda tree, x: ya.scan(layer_block, x, tree["layers"])[0], embed_block, head_block)
 
 
 loss = loss_with()

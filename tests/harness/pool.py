@@ -64,9 +64,9 @@ class Pool:
             raise RankFailed("\n".join(failed))
         return [value for _, value in outcomes]
 
-    def errors(self, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[str]:
+    def errors(self, function: Callable[..., Any], *args: Any) -> list[str]:
         """The traceback of each rank, where every rank must raise. The pool lives on: say `stop` if it must not."""
-        outcomes = self._call(function, args, timeout or Pool.patience)
+        outcomes = self._call(function, args, Pool.patience)
         silent = [rank for rank, (ok, _) in enumerate(outcomes) if ok]
         if silent:
             self.stop()

@@ -109,6 +109,8 @@ def gains_in_float32(tree: Any) -> Any:
     """The tree of a model of ours whose gains are gathered in float32, whatever the rest is in."""
 
     def of(path: str, leaf: ya.Param) -> ya.Param:
-        return dataclasses.replace(leaf, compute=torch.float32) if path.endswith("norm.weight") else leaf
+        if path.endswith("norm.weight"):
+            return dataclasses.replace(leaf, compute=torch.float32)
+        return leaf
 
     return optree.tree_map(of, ya.params.leaf_names(tree), tree)

@@ -283,18 +283,6 @@ def test_threads_may_call_at_once() -> None:
     assert len({float(out.sum()) for out in expected}) == 4
 
 
-def test_a_trace_before_any_step_is_that_of_the_step() -> None:
-    params, model = functional()
-    tx = ya.optim.sgd(0.1)
-    state = ya.shard(params, tx, mesh=one_rank())
-    step = ya.train_step(squares(model), tx)
-    traced = [visit.name for visit in step.trace(state, tokens_of(0)).visits]
-    state, _ = step(state, tokens_of(0))
-    program: Any = step.program(state)
-    assert traced == [visit.name for visit in program.trace.visits]
-    assert traced == ["position", "embed", "layers[0]", "layers[1]", "layers[2]", "tail+embed"]
-
-
 def test_adapters_are_trained_and_added_to_the_module() -> None:
     module = made()
     params, model = ya.functionalize(module, "layers")
@@ -436,6 +424,7 @@ def test_layers_of_several_kinds_are_stacks_visited_in_the_modules_order(mesh: A
             "decoder[1]",
         ]
         trained, _ = step(state, own)
+        assert names == [visit.name for visit in step.program(trained).trace.visits]
         trained_again, _ = ya.train_step(squares(model), tx)(ya.shard(params, tx, mesh=mesh, precision=F64), own)
         compare(trained.params, trained_again.params, 1e-12, "schedules")
         named = {model.name_of(name): weight for name, weight in ya.named_weights(trained.params)}

@@ -27,14 +27,14 @@ TX = ya.optim.adamw(1e-2)
 BF16 = ya.Precision(compute=torch.bfloat16)
 
 
-def adapter(*, outs: int = 6, ins: int = 5, rank: int = 2, stored: torch.dtype = torch.float64) -> ya.LowRank:
+def adapter(*, outs: int = 6, ins: int = 5, stored: torch.dtype = torch.float64) -> ya.LowRank:
     """A weight as a block sees it, in float64, whose adapter is not zero."""
     made = torch.randn(outs, ins, dtype=torch.float64)
     steps = None
     if stored == torch.int8:
         steps = made.abs().amax(1) / 127
         made = (made / steps[:, None]).round()
-    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((rank, ins), (outs, rank)))
+    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in ((2, ins), (outs, 2)))
     return ya.LowRank(made.to(stored), steps, a, b, 1.5)
 
 

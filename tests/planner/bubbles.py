@@ -53,9 +53,9 @@ class Model(NamedTuple):
     between: float
 
 
-def _model(layers: int, heads: int, width: int, stages: int, positions: int = 1024) -> Model:
-    # bytes per token and feature: 32 of 34 + 5 heads positions / width
-    return Model((layers + 2) // stages, 32 / (34 + 5 * heads * positions / width))
+def _model(layers: int, heads: int, width: int, stages: int) -> Model:
+    # bytes per token and feature: 32 of 34 + 5 heads positions / width, of 1024 positions
+    return Model((layers + 2) // stages, 32 / (34 + 5 * heads * 1024 / width))
 
 
 MODELS = {
@@ -164,7 +164,7 @@ def bubble(calls: CallGraph, rows: CallRows, unawaited: Sequence[Call] = ()) -> 
 # ---- The paper's table.
 
 
-def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]:
+def published(row: Row) -> dict[str, tuple[float, float]]:
     """Schedule -> the paper's bubble, and that of our order.
 
     1F1B_I: every call awaits its message; 1F1B_I*: as the paper counts, whose messages from the first stage back to the
@@ -190,6 +190,6 @@ def published(row: Row, moves: int = SEARCHED) -> dict[str, tuple[float, float]]
     }
     for name, memory in (("ZB_1p", p), ("ZB_2p", 2 * p)):
         search = ShortestSpan(calls, memory, starts=[h1, h2])
-        search.run(moves)
+        search.run(SEARCHED)
         found[name] = bubble(calls, search.rows)
     return {name: (getattr(row, f"bubble_{name.rstrip('*')}"), bubble) for name, bubble in found.items()}

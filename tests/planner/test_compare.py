@@ -164,12 +164,11 @@ def test_timelines_of_one_program_are_compared_by_resource() -> None:
 @on_ranks(2)
 def test_measured_beside_predicted_on_two_ranks(mesh: Any) -> None:
     """What a rank has measured, beside a prediction. The measured trace is one that was learnt, without costs."""
-    state = failing.state(mesh)
-    step = ya.train_step(failing.loss, failing.TX)
-    program = step.lower(state, failing.batch())
-    state, _ = step(state, failing.batch())
+    steps = failing.Steps(failing.loss, mesh=mesh)
+    program = steps.step.lower(steps.now, steps.batch)
+    steps.take()
     with ya.timeline.record() as recording:
-        state, _ = step(state, failing.batch())
+        steps.take()
     found = ya.planner.compare({"predicted": program, "measured": recording.timeline()}, "local")
     row = found.rows["measured"]
     assert row.bound is None

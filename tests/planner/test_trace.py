@@ -3,7 +3,6 @@ counts."""
 
 from __future__ import annotations
 
-import json
 import resource
 import sys
 from typing import Any
@@ -23,7 +22,6 @@ from tests.harness.small import L, Model, batch, block, embed, head, loss, model
 from yafsdp_fn import optim
 from yafsdp_fn.planner.footprint import state_bytes
 from yafsdp_fn.planner.trace import trace
-from yafsdp_fn.schedules import Program, zero3
 from yafsdp_fn.util.torch_private import causal_to_the_last
 
 TX = optim.adamw(1e-2)
@@ -83,19 +81,6 @@ def test_ranks_do_not_communicate_to_trace(pools: Pools) -> None:
     assert found.visits == trace(with_norm, model(), META, ranks=2, tx=TX).visits
     assert state_bytes(found)["optimizer"] > 0
     assert found.update_when == "after norm"
-
-
-def test_it_is_saved_with_a_program() -> None:
-    found = trace(loss, model(), META)
-    program = zero3()(found)
-    assert Program.from_json(program.to_json()) == program
-    assert program.trace.visits[1].cost.takes
-    visits = (v._replace(cost=v.cost._replace(flops=0, takes=(), gives=())) for v in found.visits)
-    plain = found._replace(visits=tuple(visits))
-    assert Program(plain, program.ops).fingerprint() == program.fingerprint()
-    data = json.loads(program.to_json())
-    data["trace"]["visits"] = [[*visit, cost[:4]] for *visit, cost in data["trace"]["visits"]]  # as of fewer figures
-    assert Program.from_json(json.dumps(data)).fingerprint() == program.fingerprint()
 
 
 def test_what_goes_into_a_visit_came_out_of_one() -> None:

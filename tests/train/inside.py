@@ -116,10 +116,17 @@ def tiny() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(models.CONFIGS, MODELS)
 
 
-def speak(folder: Path, *more: str) -> None:
-    """`python -m train sample` of a run."""
-    config = sample.parsed(["--run", str(folder), "--device", "cpu", *more])
-    sample.show(config, load(config.source))
+def spoken(mesh: Any, folder: Path, *more: str) -> str:
+    """What `python -m train sample` of a run prints on this rank."""
+    out = io.StringIO()
+    with (
+        contextlib.redirect_stdout(out),
+        tiny(),
+        mock.patch.dict(os.environ, COLUMNS="200"),
+    ):
+        config = sample.parsed(["--run", str(folder), "--device", "cpu", *more])
+        sample.show(config, load(config.source))
+    return out.getvalue()
 
 
 def nothing(times: int, reader: Reader) -> None:

@@ -51,8 +51,8 @@ def spread_and_whole_again(_: Any, argv: tuple[str, ...], sizes: dict[str, int])
     """A run of a Mixtral over its experts, of which this rank then reads all."""
     run = spread(_, argv, sizes)
     folder = Path(argv[argv.index("--runs") + 1], "a")
+    inside.spoken(_, folder, "--json", "--length", "3")
     with inside.tiny():
-        inside.speak(folder, "--json", "--length", "3")
         export.write(export.Config(folder / "exported", run=folder, device="cpu"))
     found, params = models.hf.load(folder / "exported")
     assert found.experts == 4

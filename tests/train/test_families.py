@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,14 @@ import pytest
 
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
-from tests.train.inside import Run, flags, inside, lines, speak, text, tiny
+from tests.train.inside import Run, flags, inside, lines, spoken, text
 
 
 def trained(mesh: Any, folder: Path, model: str, *more: str) -> tuple[Run, list[str]]:
     """The run of this rank, and what `sample --json` then says of it."""
     run = inside(mesh, flags(folder, "--model", model, *more))
-    out = io.StringIO()
-    if not run.error:
-        with contextlib.redirect_stdout(out), tiny():
-            speak(folder / "runs" / "a", "--json", "--length", "4")
-    return run, out.getvalue().splitlines()
+    said = "" if run.error else spoken(mesh, folder / "runs" / "a", "--json", "--length", "4")
+    return run, said.splitlines()
 
 
 @pytest.mark.parametrize("model", ["tiny-mixtral-3", nightly("tiny-gpt2")])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
 import itertools
 import json
 from pathlib import Path
@@ -21,7 +19,7 @@ from models import llama
 from tests.harness.marks import nightly
 from tests.harness.pool import Pools
 from tests.train.data.test_sources import Numbered
-from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, speak, text, tiny, tuned, without
+from tests.train.inside import TINY, WINDOW, fine, flags, inside, killed, losses, spoken, text, tiny, tuned, without
 from train import export
 from train.config import Chats, ConfigError
 from train.config_json import from_json
@@ -193,13 +191,6 @@ def whole(mesh: Any, folder: Path) -> Any:
     return [leaf.clone() for leaf in optree.tree_leaves(tree)]
 
 
-def asked(mesh: Any, folder: Path) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), tiny():
-        speak(folder, "--prompt", "7?", "--length", "4")
-    return out.getvalue()
-
-
 def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_path: Path) -> None:
     """clm -> adapters -> a directory -> all weights -> a sample: each begins with the weights of the one before."""
     more = ("--optim.learning-rate", "0.01", "--data.seq-len", str(3 * WINDOW), "--steps", "3", "--eval-every", "0")
@@ -229,7 +220,7 @@ def test_adapters_and_hugging_face_directories(pools: Pools, base: Path, tmp_pat
     fine(pools[2].run(tuned, (*chat_flags(base), *more, *start)))
     for stored, kept in zip(pools[1].run(whole, base / "runs" / "d")[0], merged, strict=True):
         torch.testing.assert_close(stored.float(), kept.float(), rtol=0, atol=1e-9)
-    (shown,) = pools[1].run(asked, base / "runs" / "d")
+    (shown,) = pools[1].run(spoken, base / "runs" / "d", "--prompt", "7?", "--length", "4")
     assert "step 3" in shown
     assert "7?" in shown
     for name in ("empty", "young"):

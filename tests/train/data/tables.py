@@ -58,10 +58,10 @@ def packed_by_hand(documents: Sequence[str], seq_len: int) -> list[dict[str, lis
     return rows
 
 
-def parquet(folder: Path, found: Sequence[str], files: int = 3) -> str:
+def parquet(folder: Path, found: Sequence[str]) -> str:
     """The same in parquet, in row groups of 7."""
-    for k in range(files):
-        pandas.DataFrame({"text": found[k::files]}).to_parquet(folder / f"part-{k}.parquet", row_group_size=7)
+    for k in range(3):
+        pandas.DataFrame({"text": found[k::3]}).to_parquet(folder / f"part-{k}.parquet", row_group_size=7)
     return f"{folder}/part-*.parquet"
 
 

@@ -74,8 +74,8 @@ def test_tokens_are_made_once_for_each_content(tmp_path: Path) -> None:
         tokenised(documents, tokenizer, blocked / "cache")
 
 
-def stream(source: str, seq_len: int = 7, packing: Packing = "documents", shuffle: int = 16) -> Stream:
-    return Stream("text", Table.of(source, "text"), Bytes(), seq_len, packing, shuffle)
+def stream(source: str, packing: Packing = "documents", shuffle: int = 16) -> Stream:
+    return Stream("text", Table.of(source, "text"), Bytes(), 7, packing, shuffle)
 
 
 @pytest.mark.parametrize("packing", ["documents", "stream"])

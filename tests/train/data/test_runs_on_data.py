@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shutil
 from collections.abc import Sequence
@@ -18,7 +16,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
 from tests.train.data.tables import jsonl, texts
-from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, speak, tiny, without
+from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, spoken, without
 from train import tokenizer
 from train.config import Data, Sources
 from train.data import sources
@@ -65,17 +63,16 @@ def test_a_run_keeps_its_tokenizer(pools: Pools, tmp_path: Path) -> None:
     for cached in (tmp_path / "runs" / ".tokens").iterdir():
         shutil.rmtree(cached) if cached.is_dir() else cached.unlink()
     fine(pools[1].run(inside, (*argv, "--resume", "--steps", "6")))
-    (shown,) = pools[1].run(sampled, tmp_path / "runs" / "a")
+    (shown,) = pools[1].run(
+        spoken,
+        tmp_path / "runs" / "a",
+        "--prompt",
+        "line",
+        "--length",
+        "3",
+    )
     assert "step 6" in shown
     assert "line" in shown
-
-
-def sampled(mesh: Any, folder: Path) -> str:
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out), tiny(), pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COLUMNS", "200")
-        speak(folder, "--prompt", "line", "--length", "3")
-    return out.getvalue()
 
 
 @on_ranks(1, 2)
