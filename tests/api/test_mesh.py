@@ -84,6 +84,8 @@ def test_arguments_that_do_not_fit_one_rank() -> None:
     one_rank()
     with pytest.raises(ValueError, match=r"mesh\(shard=3\): the job has 1 rank"):
         ya.mesh(shard=3, device="cpu")
+    with pytest.raises(ValueError, match=r"mesh\(device=.*\): expected cuda or cpu"):
+        ya.mesh(device="mps")
     with pytest.raises(
         ValueError, match=r"mesh\(local=2\): a copy of the state is cut over 1 ranks, not a multiple of 2"
     ):

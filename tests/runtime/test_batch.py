@@ -25,6 +25,8 @@ def test_one_rank_gets_the_batch() -> None:
     x = torch.ones(3)
     found = ya.shard_batch({"x": x}, one_rank())["x"]
     assert torch.equal(found, x) and found.data_ptr() == x.data_ptr()  # in the same memory
+    with pytest.raises(TypeError, match=r"contxt=1.*did you mean context"):
+        ya.shard_batch({"x": x}, one_rank(), split={"contxt": 1})
 
 
 @on_ranks(4)

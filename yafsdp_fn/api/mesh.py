@@ -64,6 +64,8 @@ def mesh(
     ('replicate', 'shard')
     """
     kind = torch.device(device if device is not None else "cuda" if torch.cuda.is_available() else "cpu").type
+    if kind not in ("cuda", "cpu"):
+        raise ValueError("mesh(device=...): expected cuda or cpu, which have collectives here")
     if kind == "cuda" and not torch.cuda.is_available():
         build = "" if torch.version.cuda else ", and this torch was built without CUDA"
         raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')

@@ -30,6 +30,10 @@ def relative_errors(format: Format, tree: Tree, where: Callable[[str], bool] | N
     """
     found: dict[str, float] = {}
     every = handles(tree)
+    if not every:
+        raise TypeError(
+            "relative_errors(format, tree): expected a sharded tree, such as state.params, behind the format"
+        )
     must_be_one("relative_errors", every)
     for handle in every:
         entry = handle.entry

@@ -184,15 +184,6 @@ def _from_leaves(
             stacklevel=3,
         )
     layout, leaves = tree_layout(params if like is None else _in_place_of(like, params))
-    places: dict[Any, str] = {}
-    for path, leaf in given:
-        first = places.setdefault(leaf.data_ptr() or path, path) if isinstance(leaf, Tensor) else path
-        if first != path:
-            warnings.warn(
-                f"shard: {first} and {path} are one tensor, and are trained as two, each by its own gradient. If they "
-                "are tied, give one leaf, which the loss uses twice; if two are meant, a copy (x.clone())",
-                stacklevel=3,
-            )
     comms = communicators(mesh)
     leaf_of: dict[str, Any] = {}
     for entry, own in zip(layout.entries, leaves, strict=True):
@@ -219,7 +210,18 @@ def _from_leaves(
             values[f"{name} (no parameter: each rank computes with its own)"] = f"{buffer.dtype}{_bits(buffer, None)}"
         comms.must_agree(SAME_VALUES, values)
 
-    return _made(layout, sources, tx, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
+    state = _made(layout, sources, tx, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
+    # all leaves are dense by now, and have memory
+    places: dict[Any, str] = {}
+    for path, leaf in given:
+        first = places.setdefault(leaf.data_ptr() or path, path) if isinstance(leaf, Tensor) else path
+        if first != path:
+            warnings.warn(
+                f"shard: {first} and {path} are one tensor, and are trained as two, each by its own gradient. If they "
+                "are tied, give one leaf, which the loss uses twice; if two are meant, a copy (x.clone())",
+                stacklevel=3,
+            )
+    return state
 
 
 SAME_VALUES = (

@@ -125,7 +125,7 @@ class Cluster:
                 raise ValueError(f"Cluster {self.name!r}: {figure}={value!r}, expected {wanted}")
         if not isinstance(self.gpus_per_node, int):
             raise ValueError(f"Cluster {self.name!r}: gpus_per_node={self.gpus_per_node!r}, expected an integer")
-        if self.memory_bytes < 2**10:
+        if self.memory_bytes < 1000:
             raise ValueError(
                 f"Cluster {self.name!r}: memory={self.memory_bytes}: expected bytes, 62 * 2**30 for 62 GiB"
             )

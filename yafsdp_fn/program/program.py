@@ -416,8 +416,7 @@ class Program:
 def must_be_program(given: object, call: str) -> None:
     """Raises TypeError, with the name of the function that was called, for anything but a program."""
     if not isinstance(given, Program):
-        how = "schedule(trace)" if callable(given) else "Program(trace, ops)"
-        raise TypeError(f"{call}: expected a Program, got {type(given).__name__}: {how}")
+        raise TypeError(f"{call}: expected a Program, got {type(given).__name__}: schedule(trace) makes one")
 
 
 def _largest(sizes: Iterable[tuple[int, int]]) -> dict[int, int]:

@@ -17,6 +17,7 @@ from yafsdp_fn.params.sharded import handles_and_leaves, is_sharded
 from yafsdp_fn.params.tree import Tree, dotted, named_leaves, tensors_in
 from yafsdp_fn.runtime.consistency import OF_A_RANK, digest
 from yafsdp_fn.runtime.graph_walks import sample
+from yafsdp_fn.util.mesh_axes import check_inside
 
 # ---- This rank's part of a global batch.
 
@@ -40,6 +41,7 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     >>> {name: tuple(rows.shape) for name, rows in ya.shard_batch(batch, mesh).items()}
     {'tokens': (4, 8), 'targets': (4, 8)}
     """
+    check_inside(dict.fromkeys(split or {}, 1))  # a misspelt axis would be taken for one that this mesh does not have
     mesh_ranks, micro_shards, device = MeshRanks(mesh), micro_shards_of(mesh), device_of(mesh)
     for path, leaf in named_leaves(batch):
         _refuse_without_rows(leaf, f"shard_batch: {path or 'the batch'}")
