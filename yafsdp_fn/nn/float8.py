@@ -127,7 +127,7 @@ PRODUCTS_ALONE = f"a ya.formats.Float8, which ya.linear and F.linear multiply: i
 def _flat(node: Float8) -> tuple[Any, ...]:
     weight, numbers = node.weight, _kept_numbers(node.weight)
     if numbers is not None:  # who takes a block's weights apart, as `ya.chunk`, gets values
-        weight = _Whole.apply(weight, numbers)  # type: ignore[no-untyped-call]
+        weight = _Decoded.apply(weight, numbers)  # type: ignore[no-untyped-call]
     return (weight,), None, ("weight",)
 
 
@@ -200,7 +200,7 @@ def _kept_numbers(weight: Any) -> Tensor | None:
     return getattr(getattr(weight, DESTINATION, None), "numbers", None)
 
 
-class _Whole(torch.autograd.Function):
+class _Decoded(torch.autograd.Function):
     """Makes the values of a leaf that stands for numbers; their gradient is the leaf's."""
 
     generate_vmap_rule = True
