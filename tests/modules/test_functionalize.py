@@ -292,6 +292,8 @@ def test_adapters_are_trained_and_added_to_the_module() -> None:
     step = ya.train_step(squares(model), tx)
     for _ in range(3):
         state, _ = step(state, tokens_of(0))
+    names = [visit.name for visit in step.program(state).trace.visits]
+    assert names == ["position", "embed", "layers[0]", "layers[1]", "layers[2]", "tail+embed"]
     ya.load_into(module, state.params, model=model)
     assert not torch.equal(before, module.layers[1].up.weight)
     compare(model(state.params, tokens_of(0)).detach(), module(tokens_of(0)).detach(), 1e-5, "merged")
