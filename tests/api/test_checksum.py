@@ -57,7 +57,9 @@ def test_it_is_the_same_at_every_number_of_ranks(pools: Pools, at_one: list[str]
 
 def trained(mesh: Any, steps: int) -> list[int]:
     """After each of some steps on equal batches: the loss is the same at any number of copies."""
-    step, now, found = ya.train_step(loss, TX), state(mesh, TX), []
+    step = ya.train_step(loss, TX)
+    now = state(mesh, TX)
+    found = []
     for _ in range(steps):
         now, _ = step(now, batch())
         found.append(ya.checksum(now))
@@ -69,7 +71,8 @@ def trained(mesh: Any, steps: int) -> list[int]:
 def test_copies_that_train_are_alike_and_all_ranks_get_one_number(pools: Pools, world: int) -> None:
     for mesh in ("shard", "copies"):
         first, *others = pools[world].run(on, mesh, trained, 2)
-        assert all(other == first for other in others) and len(set(first)) == 2
+        assert all(other == first for other in others)
+        assert len(set(first)) == 2
 
 
 def master(now: ya.ShardedState) -> None:

@@ -25,7 +25,8 @@ def double(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
-X, W = double(8, 5), double(5, 5, seed=1)
+X = double(8, 5)
+W = double(5, 5, seed=1)
 
 
 def block(x: Tensor, w: Tensor) -> tuple[Tensor, None]:
@@ -43,19 +44,26 @@ chunked = ya.chunk(block, N, in_axes=(0, None))
 
 
 def test_gradients_of_weights_are_added_in_chunk_order() -> None:
-    x, w = torch.randn(64, 33), torch.randn(33, 33)
-    leaf, x_leaf = w.clone().requires_grad_(), x.clone().requires_grad_()
+    x = torch.randn(64, 33)
+    w = torch.randn(33, 33)
+    leaf = w.clone().requires_grad_()
+    x_leaf = x.clone().requires_grad_()
     chunked(x_leaf, leaf)[0].square().sum().backward()
-    parts, rows = [], []
+    parts = []
+    rows = []
     for part in x.split(64 // N):
-        own, rows_of = w.clone().requires_grad_(), part.clone().requires_grad_()
+        own = w.clone().requires_grad_()
+        rows_of = part.clone().requires_grad_()
         block(rows_of, own)[0].square().sum().backward()
         parts.append(own.grad)
         rows.append(rows_of.grad)
-    in_order, backwards = parts[0], parts[-1]
+    in_order = parts[0]
+    backwards = parts[-1]
     for k in range(1, N):
-        in_order, backwards = in_order + parts[k], backwards + parts[-1 - k]
-    assert torch.equal(leaf.grad, in_order) and not torch.equal(in_order, backwards)
+        in_order = in_order + parts[k]
+        backwards = backwards + parts[-1 - k]
+    assert torch.equal(leaf.grad, in_order)
+    assert not torch.equal(in_order, backwards)
     assert torch.equal(x_leaf.grad, torch.cat(rows))
 
 
@@ -87,7 +95,8 @@ def test_under_torch_func(transform: Callable[[Any], Any]) -> None:
 
 def test_second_order_by_autograd() -> None:
     def second(f: Callable[..., Any]) -> Any:
-        x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+        x = X.clone().requires_grad_()
+        w = W.clone().requires_grad_()
         first = torch.autograd.grad(scalar(f)(x, w), (x, w), create_graph=True)
         return first, torch.autograd.grad(first[1].sin().sum(), (x, w))
 
@@ -146,8 +155,11 @@ def test_any_tree_of_arguments_and_outputs() -> None:
     batch = Batch(tokens, {"shift": double(6, 2, 5)})
     args = (batch, double(2, 6), {"w": W.clone().requires_grad_(), "n": 3}, 0.5, None)
     g = ya.chunk(f, 3, in_axes=(0, -1, None, None, 0))
-    got, expected = g(*args), f(*args)
-    assert got.keys() == expected.keys() and got["mode"] is None and got["name"] == "x"
+    got = g(*args)
+    expected = f(*args)
+    assert got.keys() == expected.keys()
+    assert got["mode"] is None
+    assert got["name"] == "x"
     assert_equal(got, expected)
     assert not got["next"].requires_grad
     w = args[2]["w"]
@@ -171,13 +183,17 @@ def test_reductions_are_combined_over_chunks() -> None:
         return {"loss": ya.Mean(total, mask.sum()), "fixed": fixed, "n": ya.Sum(mask.sum()), "max": ya.Max(x.amax(0))}
 
     x = X.clone().requires_grad_()
-    got, expected = ya.chunk(head, N, in_axes=0)(x, mask), head(x, mask)
+    got = ya.chunk(head, N, in_axes=0)(x, mask)
+    expected = head(x, mask)
     assert_close(got["loss"].total, expected["loss"].total, rtol=1e-12)
-    assert int(got["loss"].weight) == 4 and got["fixed"].weight == 2.0 * N
-    assert got["n"].value.dtype == torch.int64 and int(got["n"].value) == 4
+    assert int(got["loss"].weight) == 4
+    assert got["fixed"].weight == 2.0 * N
+    assert got["n"].value.dtype == torch.int64
+    assert int(got["n"].value) == 4
     assert torch.equal(got["max"].value, x.amax(0))
     flags = ya.chunk(lambda x: ya.Sum(x), 2, in_axes=0)(mask)
-    assert flags.value.tolist() == [1, 1, 2, 0] and flags.value.dtype == torch.int64
+    assert flags.value.tolist() == [1, 1, 2, 0]
+    assert flags.value.dtype == torch.int64
     got, expected = (torch.autograd.grad(out["loss"].total, x) for out in (got, expected))
     assert_close(got, expected, rtol=1e-12)
 
@@ -187,7 +203,8 @@ def test_a_weight_that_depends_on_no_parameter_stays_so() -> None:
         return ya.Mean((x.sum(1) * mask).sum(), mask.sum())
 
     mean = ya.chunk(head, N, in_axes=0)(X.clone().requires_grad_(), torch.ones(8, dtype=torch.float64))
-    assert mean.total.requires_grad and not mean.weight.requires_grad
+    assert mean.total.requires_grad
+    assert not mean.weight.requires_grad
     both = ya.value_and_grad(lambda x, mask: ya.chunk(head, N, in_axes=0)(x, mask * x[:, 0]))
     with pytest.raises(ValueError, match="the weight of a Mean depends on parameters"):
         both(X, torch.ones(8, dtype=torch.float64))
@@ -239,7 +256,8 @@ def test_dropout_differs_by_chunk_and_is_drawn_again(transformed: bool) -> None:
         torch.manual_seed(3)
         with torch.no_grad():
             assert torch.equal(f(x), expected)
-    assert torch.equal(out, expected) and torch.equal(slope, expected)
+    assert torch.equal(out, expected)
+    assert torch.equal(slope, expected)
     assert torch.equal(torch.get_rng_state(), after)
     assert len({tuple(row.tolist()) for row in out}) == 4
 
@@ -317,7 +335,8 @@ def test_only_inputs_are_kept_and_one_graph_lives_at_a_time(hooked: bool) -> Non
         out = ya.chunk(f, N, in_axes=(0, None))(x, w)
     assert kept == ({x.untyped_storage().data_ptr(), w.untyped_storage().data_ptr()} if hooked else set())
     torch.autograd.grad(out.sum(), (x, w))
-    assert alive == [1] * 2 * N and not any(ref() is not None for ref in made)
+    assert alive == [1] * 2 * N
+    assert not any(ref() is not None for ref in made)
 
 
 def full_gradients_alive(n: int) -> int:

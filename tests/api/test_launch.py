@@ -60,7 +60,9 @@ def test_two_ranks_train_as_one_does_beside_a_group_that_is_here(capsys: pytest.
     torch.testing.assert_close(both[0]["losses"], alone[0]["losses"])
     assert torch.equal(both[0]["losses"], both[1]["losses"])
     assert sorted(capsys.readouterr().out.splitlines()) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
-    assert dist.is_initialized() and here.size() == 1 and "RANK" not in os.environ
+    assert dist.is_initialized()
+    assert here.size() == 1
+    assert "RANK" not in os.environ
 
 
 @alone
@@ -93,7 +95,8 @@ def test_an_error_of_one_rank_is_shown_once_and_ends_the_others(monkeypatch: pyt
     head, *rest = str(failure.value).splitlines()
     assert failure.value.rank == 1
     assert re.fullmatch("rank 1 of 2 raised KeyError; rank 0 (then RuntimeError|was ended)", head)
-    assert rest[0].startswith("Traceback") and rest[-1] == "KeyError: 'planned'"
+    assert rest[0].startswith("Traceback")
+    assert rest[-1] == "KeyError: 'planned'"
     assert [line.split(",")[0] for line in rest if "File" in line] == [f'  File "{__file__}"']
     assert time.monotonic() - began < 60
 
@@ -241,7 +244,9 @@ def test_no_rank_is_left_by_an_interrupt_anywhere(second: str, monkeypatch: pyte
     left = [*running(files), *(fork for fork in forks if Path(f"/proc/{fork}").exists())]
     for process in left:
         os.kill(process, signal.SIGKILL)
-    assert forks and (second == "start" or files[0].exists()) and not left
+    assert forks
+    assert second == "start" or files[0].exists()
+    assert not left
 
 
 @pytest.mark.skipif(ALONE in os.environ, reason="starts a process itself")
@@ -280,7 +285,9 @@ def test_started_by_torchrun_it_runs_as_that_rank(monkeypatch: pytest.MonkeyPatc
         return os.getpid(), ya.launch(rank, ranks=2), [len(each) for each in again]
 
     (first, one, other), (second, *same) = ya.launch(script, ranks=2)
-    assert [one, other] == same and one == [(0, first), (1, second)] and other == [0, 1]
+    assert [one, other] == same
+    assert one == [(0, first), (1, second)]
+    assert other == [0, 1]
     with pytest.raises(ya.errors.RankFailed, match=r"rank [01] of 2 that torchrun has started: expected ranks=2"):
         ya.launch(lambda: (os.environ.update(TORCHELASTIC_RUN_ID="none"), ya.launch(rank, ranks=3)), ranks=2)
 
@@ -330,11 +337,13 @@ def test_in_a_notebook_cells_functions_run_and_print(tmp_path: Path) -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
     where = {"metadata": {"path": str(ROOT)}}
     NotebookClient(notebook, timeout=100, kernel_name="python3", resources=where, allow_errors=True).execute()
-    said, failed = notebook.cells[2].outputs, notebook.cells[3].outputs
+    said = notebook.cells[2].outputs
+    failed = notebook.cells[3].outputs
     assert "".join(out.text for out in said if out.output_type == "stream").split() == ["here"] * 2
     assert [out.data["text/plain"] for out in said if out.output_type == "execute_result"] == ["[12, 12]"]
     (error,) = (out for out in failed if out.output_type == "error")
-    assert error.ename == "RankFailed" and "ZeroDivisionError" in error.evalue
+    assert error.ename == "RankFailed"
+    assert "ZeroDivisionError" in error.evalue
 
 
 @pytest.mark.nightly
@@ -357,7 +366,8 @@ def test_ranks_end_with_the_process_that_launched_them(tmp_path: Path) -> None:
 def test_no_rank_begins_before_all_are_forked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a rank's connection makes this process' store do, a thread of it does: a fork meanwhile keeps its locks."""
     module = sys.modules["yafsdp_fn.api.launch"]
-    start, begun = module._Rank, []
+    start = module._Rank
+    begun = []
 
     def slowly(*args: Any) -> Any:
         time.sleep(0.2)
@@ -366,4 +376,5 @@ def test_no_rank_begins_before_all_are_forked(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(module, "_Rank", slowly)
     ya.launch(lambda: (tmp_path / os.environ["RANK"]).touch(), ranks=3)
-    assert begun == [[], [], []] and len(list(tmp_path.iterdir())) == 3
+    assert begun == [[], [], []]
+    assert len(list(tmp_path.iterdir())) == 3

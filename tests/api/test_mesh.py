@@ -20,10 +20,13 @@ from yafsdp_fn.util.mesh_axes import mesh_sizes
 
 def test_without_torchrun_there_is_one_rank() -> None:
     mesh = one_rank()
-    assert mesh.size() == 1 and mesh.mesh_dim_names == ("shard",) and mesh.get_local_rank() == 0
+    assert mesh.size() == 1
+    assert mesh.mesh_dim_names == ("shard",)
+    assert mesh.get_local_rank() == 0
     assert device_of(mesh) == torch.device("cpu")
     again = ya.mesh(device="cpu", shard=1)
-    assert again.size() == 1 and again == mesh
+    assert again.size() == 1
+    assert again == mesh
 
 
 def _size_under_srun() -> int:
@@ -123,14 +126,16 @@ def _named(names: tuple[str, ...] | None) -> DeviceMesh:
 def test_one_rank_under_any_axes_is_alone(names: tuple[str, ...]) -> None:
     one_rank()
     comms = communicators(_named(names))
-    assert comms.alone and (comms.world, comms.ranks, comms.replicas, comms.nodes, comms.local_ranks) == (1, 1, 1, 1, 1)
+    assert comms.alone
+    assert (comms.world, comms.ranks, comms.replicas, comms.nodes, comms.local_ranks) == (1, 1, 1, 1, 1)
     assert (comms.rank, comms.world_rank, comms.replica, comms.local_rank, comms.streams) == (0, 0, 0, 0, {})
 
 
 def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[Any, ...]:
     made = ya.mesh(device="cpu", **options)
     assert made.mesh_dim_names == names
-    comms, places = communicators(made), MeshRanks(made)
+    comms = communicators(made)
+    places = MeshRanks(made)
     assert ("replicate" in comms.streams) == (comms.replicas > 1) == (len(comms.streams) == 3)
     kinds = (
         places.groups_over("node", "local"),

@@ -47,14 +47,16 @@ def same(mesh: Any) -> list[str]:
     narrow = dict(ya.named_weights(state.params, dtype=torch.bfloat16))
     optree.tree_map_(lambda leaf: leaf.zero_(), state.params)
     assert not any(weight.any() for _, weight in ya.named_weights(state.params)), "they are those of now"
-    assert dict(kept).keys() == want.keys() == narrow.keys() and len(kept) == len(want)
+    assert dict(kept).keys() == want.keys() == narrow.keys()
+    assert len(kept) == len(want)
     for name, weight in kept:
         assert torch.equal(weight, want[name]) and torch.equal(narrow[name], want[name].bfloat16()), name
         assert not weight.requires_grad
     adapted = ya.init(ya.lora({"layers": ya.Stacked({"w": param(4, 3, 5)})}, rank=2), TX, mesh=mesh)
     merged = ya.params.without_markers(ya.unshard(ya.merge_lora(adapted.params)))["layers"]["w"]
     for layer, (name, weight) in enumerate(ya.named_weights(adapted.params)):
-        assert name == f"layers.{layer}.w" and torch.equal(weight, merged[layer])
+        assert name == f"layers.{layer}.w"
+        assert torch.equal(weight, merged[layer])
     return [name for name, _ in kept]
 
 
@@ -84,7 +86,8 @@ def test_two_units_are_there_at_most(mesh: Any) -> None:
 
 
 def stops(mesh: Any, how: str) -> str:
-    state, rank = ya.init(params(), TX, mesh=mesh), mesh.get_rank()
+    state = ya.init(params(), TX, mesh=mesh)
+    rank = mesh.get_rank()
     try:
         for number, (name, _) in enumerate(ya.named_weights(state.params)):
             if rank == 1 and name.startswith("layers.1") and how == "one":
@@ -106,7 +109,8 @@ def stops(mesh: Any, how: str) -> str:
 
 def test_a_rank_that_stops_is_named_and_others_go_on(pools: Pools) -> None:
     said, ended = pools[2].run(stops, "one")
-    assert said.endswith("or none does); it differs:\n    rank 0: layers.2\n    rank 1: no more") and ended == "ended"
+    assert said.endswith("or none does); it differs:\n    rank 0: layers.2\n    rank 1: no more")
+    assert ended == "ended"
     for how in ("all", "in the last"):
         assert pools[2].run(stops, how) == ["ended", "ended"]
 
@@ -124,7 +128,8 @@ def test_others_wait_for_a_rank_that_does_not_ask_as_long_as_collectives_may_tak
             if mesh.get_rank() == 1 and name == "layers.0.b":
                 store.wait(["given up"])
 
-    how, seconds = outcome(ask, SOON), time.monotonic() - began
+    how = outcome(ask, SOON)
+    seconds = time.monotonic() - began
     store.set("given up", "")
     rank = mesh.get_rank()
     assert f"CommunicationError: rank {rank}: named_weights of layers.1" in how and SOON <= seconds < TIMEOUT, how

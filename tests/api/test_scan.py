@@ -60,7 +60,9 @@ def check_scan(xs: Any, taken: Any, count: int, reverse: bool, unroll: int, cons
     got = ya.scan(body, start(), xs, reverse=reverse, unroll=unroll, consts=consts, **options)
     want = reference(body, start(), taken, count, reverse, consts)
     assert optree.tree_structure(got) == optree.tree_structure(want)
-    assert type(got[0]) is Carry and got[1]["skip"] is None and got[1]["mean"].shape == (count,)
+    assert type(got[0]) is Carry
+    assert got[1]["skip"] is None
+    assert got[1]["mean"].shape == (count,)
     assert_equal(got, want)
     wanted = [*optree.tree_leaves(xs), *optree.tree_leaves(consts)]
     grads = [torch.autograd.grad(out[0].x.sum() + out[1]["h"][0].square().sum(), wanted) for out in (got, want)]
@@ -86,7 +88,8 @@ def test_an_order_is_the_loop_over_the_layers_that_it_names(order: list[int], re
 
 def test_length_alone() -> None:
     carry, ys = ya.scan(lambda c, x: (c + 1, c), torch.zeros(()), None, length=3)
-    assert carry == 3 and ys.tolist() == [0, 1, 2]
+    assert carry == 3
+    assert ys.tolist() == [0, 1, 2]
 
 
 def test_markers_are_stripped_from_everything_that_f_sees() -> None:
@@ -98,13 +101,15 @@ def test_markers_are_stripped_from_everything_that_f_sees() -> None:
 
     xs = ya.Stacked({"a": ya.Unit(torch.ones(2, 3)), "b": ya.frozen(torch.zeros(2))})
     ya.scan(f, torch.ones(()), xs, consts={"k": ya.frozen(torch.ones(1))})
-    assert len(seen) == 2 and all(isinstance(x["a"], Tensor) and isinstance(k["k"], Tensor) for x, k in seen)
+    assert len(seen) == 2
+    assert all(isinstance(x["a"], Tensor) and isinstance(k["k"], Tensor) for x, k in seen)
     assert ya.apply(lambda weights: weights, ya.Unit({"w": ya.frozen(torch.ones(2))})).keys() == {"w"}
 
 
 def test_numbers_as_ys_are_stacked() -> None:
     _, ys = ya.scan(lambda c, x: (c, {"n": 3, "b": True}), torch.zeros(()), torch.zeros(2))
-    assert ys["n"].tolist() == [3, 3] and ys["b"].dtype == torch.bool
+    assert ys["n"].tolist() == [3, 3]
+    assert ys["b"].dtype == torch.bool
 
 
 # ---- one rank, sharded: the same bits
@@ -134,7 +139,8 @@ def test_visits_are_named_after_the_layers() -> None:
 
     assert visits(lambda p: loss(p, 1, True), state) == ["embed", *(f"layers[{i}]" for i in (4, 3, 2, 1, 0))]
     names = visits(lambda p: loss(p, 2, False), state)
-    assert len(names) == 4 and names[-1] == "layers[4]"
+    assert len(names) == 4
+    assert names[-1] == "layers[4]"
 
     def of(order: list[int], unroll: int) -> list[str]:
         return visits(lambda p: ya.scan(block, torch.ones(2, E), p.layers, order=order, unroll=unroll)[0].sum(), state)
@@ -173,7 +179,8 @@ def cached(carry: Tensor, x: Any) -> tuple[Tensor, None]:
 
 def test_a_cache_in_xs_is_written_in_place() -> None:
     sharded, plain = states({"s": ya.Stacked({"w": param(L, 4, 4)})})
-    carries, caches = [], []
+    carries = []
+    caches = []
     for params in (sharded, plain):
         cache = torch.arange(L * 2 * 3 * 4.0).view(L, 2, 3, 4)
         with torch.no_grad():
@@ -181,7 +188,8 @@ def test_a_cache_in_xs_is_written_in_place() -> None:
         caches.append(cache)
     assert_equal(carries[0], carries[1])
     assert_equal(caches[0], caches[1])
-    assert caches[0][:, :, 1].abs().max() <= 1 and torch.equal(caches[0][0, 0, 0], torch.arange(4.0))
+    assert caches[0][:, :, 1].abs().max() <= 1
+    assert torch.equal(caches[0][0, 0, 0], torch.arange(4.0))
 
 
 def test_a_block_that_writes_into_its_arguments_is_refused_where_it_would_be_wrong() -> None:
@@ -224,4 +232,6 @@ def test_apply_returns_any_pytree() -> None:
     sharded, plain = states({"a": {"w": param(3)}})
     for params in (sharded, plain):
         out = ya.apply(lambda u, k: {"x": (u["w"] * k, None, 3), "n": "text"}, params["a"], 2)
-        assert out["n"] == "text" and out["x"][1:] == (None, 3) and out["x"][0].shape == (3,)
+        assert out["n"] == "text"
+        assert out["x"][1:] == (None, 3)
+        assert out["x"][0].shape == (3,)

@@ -19,7 +19,8 @@ HYBRID: dict[str, int] = {"replicate": 2}
 
 
 def trained(mesh: Any) -> ya.ShardedState:
-    state, step = ya.init(base_params(3), TX, mesh=mesh), ya.train_step(base_loss, TX)
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    step = ya.train_step(base_loss, TX)
     for _ in range(2):
         state, _ = step(state, batch_of(mesh.get_rank()))
     return state
@@ -34,7 +35,8 @@ def whole(state: ya.ShardedState) -> Any:
 
 
 def goes_on(state: ya.ShardedState, other: ya.ShardedState, batch: Any) -> None:
-    step, theirs = ya.train_step(base_loss, TX), ya.train_step(base_loss, TX)
+    step = ya.train_step(base_loss, TX)
+    theirs = ya.train_step(base_loss, TX)
     for _ in range(3):
         (state, one), (other, two) = step(state, batch), theirs(other, batch)
         compare(two["loss"], one["loss"], 1e-5, "the loss")
@@ -59,7 +61,8 @@ def test_a_state_goes_on_elsewhere_with_its_moments(mesh: Any, to: str) -> None:
 @on_ranks(2)
 def test_params_begin_anew_with_another_optimizer(mesh: Any) -> None:
     """The params alone, with another optimizer: the values stay, the optimizer's state is a first one."""
-    state, sgd = trained(mesh), ya.optim.sgd(0.1, momentum=0.9)
+    state = trained(mesh)
+    sgd = ya.optim.sgd(0.1, momentum=0.9)
     other = ya.shard(state.params, sgd)
     assert other.step == 0
     compare(other, state, 0.0, "values")
@@ -98,7 +101,8 @@ DIFFERENT = {
 @pytest.mark.parametrize(("world", "how"), [(3 if how == "layer" else 2, how) for how in DIFFERENT])
 def test_values_that_differ_between_ranks_are_told(mesh: Any, how: str) -> None:
     """What ranks with other values of one leaf say, and without the difference."""
-    rank, said = mesh.get_rank(), list[str]()
+    rank = mesh.get_rank()
+    said = list[str]()
     for odd in (rank == 1, False):
         if how == "module":
             torch.manual_seed(1 if odd else 0)
@@ -121,7 +125,9 @@ def test_values_that_differ_between_ranks_are_told(mesh: Any, how: str) -> None:
         said.append(outcome(lambda: ya.shard(tree, TX, mesh=mesh, like=like)))  # noqa: B023
     told, then = said
     assert "agreement.RanksDisagree: ranks disagree on the values to shard" in told, told
-    assert DIFFERENT[how] in told and "rank 1: torch." in told and "from_rank_0=True" in told
+    assert DIFFERENT[how] in told
+    assert "rank 1: torch." in told
+    assert "from_rank_0=True" in told
     assert then == "returned"
 
 
@@ -129,7 +135,8 @@ def test_values_that_differ_between_ranks_are_told(mesh: Any, how: str) -> None:
 @pytest.mark.parametrize("stages", [False, True])
 def test_the_values_of_rank_0_are_sent_to_all(_: Any, stages: bool) -> None:
     """Each rank has values of its own, and lazy leaves that only rank 0 can load."""
-    mesh, rank = ya.mesh(device="cpu", **({"stage": 2, "shard": 1} if stages else {"shard": 1, "tensor": 2})), 0
+    mesh = ya.mesh(device="cpu", **({"stage": 2, "shard": 1} if stages else {"shard": 1, "tensor": 2}))
+    rank = 0
     rank = torch.distributed.get_rank()
 
     def load(layer: int | None) -> torch.Tensor:
@@ -144,7 +151,8 @@ def test_the_values_of_rank_0_are_sent_to_all(_: Any, stages: bool) -> None:
     found = ya.unshard(state.params)
     assert torch.equal(found["layers"]["w"], torch.stack([torch.zeros(3, 2), torch.ones(3, 2)]))
     assert torch.equal(found["layers"]["pin"], torch.full((2, 3), 7.0))
-    assert torch.equal(found["head"]["w"].float(), torch.arange(8.0)) and found["head"]["b"] == 3
+    assert torch.equal(found["head"]["w"].float(), torch.arange(8.0))
+    assert found["head"]["b"] == 3
     with pytest.raises(ValueError, match="of a state every rank has a part of its own"):
         ya.shard(state, TX, from_rank_0=True)
 
@@ -169,8 +177,10 @@ OTHERS = {
 @pytest.mark.parametrize("name", OTHERS)
 def test_moments_are_carried_over_to_another_optimizer(mesh: Any, name: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
-    plain, other = ya.optim.adamw(1e-3), OTHERS[name]
-    state, step = ya.init(base_params(3), plain, mesh=mesh), ya.train_step(base_loss, plain)
+    plain = ya.optim.adamw(1e-3)
+    other = OTHERS[name]
+    state = ya.init(base_params(3), plain, mesh=mesh)
+    step = ya.train_step(base_loss, plain)
     for _ in range(2):
         state, _ = step(state, batch_of(mesh.get_rank()))
     ya.checkpoint.save(f"{folder}/{name}", state)
@@ -181,7 +191,8 @@ def test_moments_are_carried_over_to_another_optimizer(mesh: Any, name: str, tmp
     for begun in (ya.shard(loaded, other), ya.shard(ya.shard(loaded, other), plain)):  # there, and back
         (got,) = states_of(begun.opt_state, ya.optim.ScaleByAdamState)
         compare(got, want, 0.0, name)
-        assert begun.step == 2 and want.count == got.count == 2
+        assert begun.step == 2
+        assert want.count == got.count == 2
 
 
 @on_ranks(2)

@@ -31,8 +31,10 @@ def states(seed: int = 0) -> tuple[Any, Any]:
 def test_metrics_are_numbers_without_axes() -> None:
     for one in states():
         after, metrics = ya.train_step(loss, TX)(one, batch())
-        assert set(metrics) == {"loss", "grad_norm", "skipped"} and after.step == 1
-        assert all(number.shape == () for number in metrics.values()) and metrics["loss"].dtype == torch.float32
+        assert set(metrics) == {"loss", "grad_norm", "skipped"}
+        assert after.step == 1
+        assert all(number.shape == () for number in metrics.values())
+        assert metrics["loss"].dtype == torch.float32
 
 
 # ---- randomness
@@ -66,7 +68,8 @@ def test_evaluation_runs_without_grad() -> None:
 
 def test_evaluation_under_inference_mode_leaves_training_alone() -> None:
     state, plain = states()
-    evaluate, step = ya.eval_step(loss), ya.train_step(loss, TX)
+    evaluate = ya.eval_step(loss)
+    step = ya.train_step(loss, TX)
     for number in range(2):
         with torch.inference_mode():
             got = evaluate(state, batch(number))["loss"]

@@ -26,14 +26,17 @@ def f(a: Any, b: Tensor, *, scale: float = 1.0) -> Tensor:
     return (a["x"] * b).sum() * scale + b.square().sum()
 
 
-A, C = {"x": torch.tensor([1.0, 2.0])}, torch.tensor([3.0, 4.0])
+A = {"x": torch.tensor([1.0, 2.0])}
+C = torch.tensor([3.0, 4.0])
 
 
 def test_the_value_comes_first() -> None:
     value, grads = ya.value_and_grad(f)(A, C, scale=2.0)
-    assert value == 2 * 11 + 25 and grads["x"].tolist() == [6, 8]
+    assert value == 2 * 11 + 25
+    assert grads["x"].tolist() == [6, 8]
     assert ya.grad(f)(A, C)["x"].tolist() == [3, 4]
-    assert not value.requires_grad and not A["x"].requires_grad
+    assert not value.requires_grad
+    assert not A["x"].requires_grad
 
 
 def test_aux() -> None:
@@ -57,7 +60,8 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
     rows = torch.arange(8.0)
     for parts in (1, 2, 4):
         value, grad = ya.value_and_grad(masked, microbatches=parts)(torch.tensor(2.0), rows, mask)
-        assert value == 2 * 22 / 5 and torch.isclose(grad, torch.tensor(22 / 5))
+        assert value == 2 * 22 / 5
+        assert torch.isclose(grad, torch.tensor(22 / 5))
 
 
 # ---- what gets no gradient
@@ -65,9 +69,11 @@ def test_a_function_that_returns_a_mean_divides_by_the_whole_weight() -> None:
 
 def test_frozen_leaves_have_zero_gradients_without_memory() -> None:
     problem = PROBLEMS["frozen"]
-    state, plain = ya.init(problem.params(2), TX, mesh=one_rank()), ya.PlainState.create(problem.params(2), TX)
+    state = ya.init(problem.params(2), TX, mesh=one_rank())
+    plain = ya.PlainState.create(problem.params(2), TX)
     for params in (state.params, plain.params):
         grads = ya.grad(problem.loss)(params, batch_of(0))
         assert optree.tree_structure(grads) == optree.tree_structure(params)
         for frozen in optree.tree_leaves((grads.embed, grads.layers)):
-            assert frozen.eq(0).all() and frozen.untyped_storage().nbytes() == frozen.element_size()
+            assert frozen.eq(0).all()
+            assert frozen.untyped_storage().nbytes() == frozen.element_size()

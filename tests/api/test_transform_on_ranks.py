@@ -35,9 +35,11 @@ def generator(seed: int) -> torch.Generator:
 @pytest.mark.parametrize("argnums", [0, 1, (0,), (0, 1), (1, 0)])
 def test_every_argument_has_the_gradient_of_the_global_mean(mesh: Any, argnums: Any, second: bool) -> None:
     draw = generator(1)
-    w, xs = torch.rand(4, generator=draw).double(), torch.rand(2, 4, generator=draw).double()
+    w = torch.rand(4, generator=draw).double()
+    xs = torch.rand(2, 4, generator=draw).double()
     params = ya.shard({"w": w}, TX, mesh=mesh, precision=DOUBLE).params
-    args, each = [params, xs[mesh.get_rank()]], [xs.mean(0), w / 2]
+    args = [params, xs[mesh.get_rank()]]
+    each = [xs.mean(0), w / 2]
     if second:
         args.reverse()
         each.reverse()
@@ -50,7 +52,8 @@ def test_every_argument_has_the_gradient_of_the_global_mean(mesh: Any, argnums: 
 
 
 def with_vector(params: Params, batch: Batch) -> tuple[ya.Mean, Any]:
-    mean, valid = base_loss(params, batch), (batch["targets"] >= 0).double()
+    mean = base_loss(params, batch)
+    valid = (batch["targets"] >= 0).double()
     return mean, {"position": ya.Mean((valid * batch["targets"]).sum(0), valid.sum(0)), "one": ya.Mean(valid.sum(0), 3)}
 
 

@@ -19,7 +19,8 @@ def main() -> int:
     parser.add_argument("--events", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    draw, began = random.Random(options.seed), time.monotonic()
+    draw = random.Random(options.seed)
+    began = time.monotonic()
     events = [event for _ in range(options.events) for event in draw.sample(EVENTS, len(EVENTS))][: options.events]
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
         try:
@@ -33,7 +34,8 @@ def main() -> int:
     kinds = {"a rank that froze": FROZEN, "any other event": [event for event in EVENTS if event not in FROZEN]}
     for what, kind in [*kinds.items(), *((event, [event]) for event in EVENTS)]:
         if took := [seconds for event in kind for seconds in chaos.recovered.get(event, [])]:
-            median, longest = statistics.median(took), max(took)
+            median = statistics.median(took)
+            longest = max(took)
             print(f"from {what} to the next step: median {median:.1f} s, longest {longest:.1f} s, of {len(took)}")
     return 0
 

@@ -215,7 +215,8 @@ class Chaos:
     @contextlib.contextmanager
     def survived(self) -> Iterator[list[int]]:
         """What is done inside, to ranks of which it gets the pids: the run goes on after it."""
-        old, at = self.ranks(), time.time()
+        old = self.ranks()
+        at = time.time()
         yield old
         self.after(at, old)
 
@@ -272,7 +273,8 @@ class Chaos:
             lambda: {pid for pid, _, _ in self.notes()} & set(self.ranks()) or self.ended,
             "no step",
         )
-        old, at = self.ranks(), time.time()
+        old = self.ranks()
+        at = time.time()
         for limit in (64, resource.RLIM_INFINITY):
             for pid in alive(old):
                 try:
@@ -302,7 +304,9 @@ def campaign(
     forks: bool = False,
 ) -> Chaos:
     """All of `events`, in as many runs as it takes. Raises Wrong."""
-    chaos, runs, left = Chaos(folder, seed=seed, steps=steps, every=every, say=say, forks=forks), 0, list(events)
+    chaos = Chaos(folder, seed=seed, steps=steps, every=every, say=say, forks=forks)
+    runs = 0
+    left = list(events)
     try:
         chaos.run("unbroken", iter(()))
         while left:

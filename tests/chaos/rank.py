@@ -25,8 +25,11 @@ TINY = llama.Config(vocab=256, embed=16, ffn=24, layers=2, heads=2, kv_heads=1, 
 PAUSE = 0.01
 """Seconds after each step: a run lasts long enough for something to happen to it."""
 
-FOLDER, RANK = Path(os.environ["CHAOS"]), os.environ["RANK"]
-push, fsync, next_batch = Meter.push, os.fsync, Reader.next
+FOLDER = Path(os.environ["CHAOS"])
+RANK = os.environ["RANK"]
+push = Meter.push
+fsync = os.fsync
+next_batch = Reader.next
 read: list[str] = []
 
 

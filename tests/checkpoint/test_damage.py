@@ -51,7 +51,8 @@ def flip(file: Path, bit: int) -> None:
 
 @on_ranks(1)
 def test_every_flipped_bit_of_a_thousand_is_found(mesh: Any, tmp_path: Path) -> None:
-    folder, draw = saved(mesh, tmp_path), random.Random(0)
+    folder = saved(mesh, tmp_path)
+    draw = random.Random(0)
     files = sorted(path for path in folder.iterdir())
     assert len(files) == 3
     for number in range(1000):
@@ -77,7 +78,8 @@ class Payload:
 @on_ranks(1)
 def test_a_pickle_is_never_opened_as_one(mesh: Any, tmp_path: Path) -> None:
     """A pickle under every name that torch, or an earlier version, would open one by; whole, and in place of a file."""
-    folder, proof = saved(mesh, tmp_path), tmp_path / "proof"
+    folder = saved(mesh, tmp_path)
+    proof = tmp_path / "proof"
     text = pickle.dumps(Payload(proof))
     for name in (".metadata", "__0_0.distcp", "rank-00009.safetensors", "manifest.pkl"):
         (folder / name).write_bytes(text)
@@ -201,7 +203,9 @@ def changed(data: bytes, draw: random.Random, others: list[bytes], *, of_json: b
 def fuzzed(mesh: Any, directory: Path, name: str, count: int) -> Counter[str]:
     folder = saved(mesh, directory)
     state, _ = load(mesh, directory)
-    good, outcomes, draw = whole(state), Counter[str](), random.Random(name)
+    good = whole(state)
+    outcomes = Counter[str]()
+    draw = random.Random(name)
     file = folder / name
     data = file.read_bytes()
     begin = len(data) if name == MANIFEST else 8 + struct.unpack("<Q", data[:8])[0]  # of the numbers

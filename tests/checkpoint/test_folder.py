@@ -26,7 +26,8 @@ def names(root: Path) -> list[str]:
 
 def test_publishing_makes_it_the_latest_and_keeps_the_newest(tmp_path: Path) -> None:
     root = tmp_path / "a" / "b"
-    assert latest(root) is None and steps(root) == []
+    assert latest(root) is None
+    assert steps(root) == []
     for step in (5, 10, 100):
         assert write(root, step, keep=2) == latest(root) == root / f"step-{step:08d}"
     assert names(root) == ["latest", "step-00000010", "step-00000100"]
@@ -126,7 +127,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(tmp_path: Path, step: int, keep
             break
         write(root, 7, keep=1, text="next")  # the run goes on as if nothing had been
         assert names(root) == ["latest", "step-00000007"], call
-    assert done and call > 7 and outcomes == {"old", "new"}
+    assert done
+    assert call > 7
+    assert outcomes == {"old", "new"}
 
 
 def test_what_is_not_there_is_answered_with_what_is(tmp_path: Path) -> None:

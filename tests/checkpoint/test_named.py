@@ -34,7 +34,8 @@ Tensors = dict[str, torch.Tensor]
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(EMBED, 7), nn.Linear(7, EMBED, bias=False)
+        self.up = nn.Linear(EMBED, 7)
+        self.down = nn.Linear(7, EMBED, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.up(x).relu())
@@ -141,7 +142,8 @@ def on_from_fsdp2(mesh: Any, source: Path, target: Path) -> list[Tensors]:
 
 def values(state: Any) -> Tensors:
     """By the names of FSDP2."""
-    out, adam = {}, state.opt_state[0]
+    out = {}
+    adam = state.opt_state[0]
     for suffix, tree in (("", state.params), (".exp_avg", adam.mu), (".exp_avg_sq", adam.nu)):
         for path, leaf in named_leaves(ya.unshard(tree)):
             for layer in range(LAYERS) if path.startswith("layers") else (None,):
@@ -152,7 +154,8 @@ def values(state: Any) -> Tensors:
 
 def resumed_by_fsdp2(mesh: Any, target: Path) -> Tensors:
     model, optimizer = fsdp2s(mesh)
-    weights, found = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    weights = get_model_state_dict(model)
+    found = get_optimizer_state_dict(model, optimizer)
     dcp.load({"model": weights}, checkpoint_id=f"{target}-weights")
     dcp.load({"optim": {"state": found["state"]}}, checkpoint_id=f"{target}-moments")
     set_optimizer_state_dict(model, optimizer, found)
@@ -160,7 +163,8 @@ def resumed_by_fsdp2(mesh: Any, target: Path) -> Tensors:
 
 
 def test_from_fsdp2_to_ours_on_other_ranks_and_back(pools: Pools, tmp_path: Path) -> None:
-    source, target = tmp_path / "theirs", tmp_path / "ours"
+    source = tmp_path / "theirs"
+    target = tmp_path / "ours"
     before, after = pools[2].run(trained_by_fsdp2, source)[0]
     for loaded, stepped in pools[3].run(on_from_fsdp2, source, target):
         assert loaded.keys() == before.keys() == stepped.keys()
@@ -174,7 +178,8 @@ def test_from_fsdp2_to_ours_on_other_ranks_and_back(pools: Pools, tmp_path: Path
 
 @on_ranks(1)
 def test_a_folder_appears_when_it_is_complete(mesh: Any, tmp_path: Path) -> None:
-    state, target = ya.init(params(), None, mesh=mesh), tmp_path / "ours"
+    state = ya.init(params(), None, mesh=mesh)
+    target = tmp_path / "ours"
     with pytest.MonkeyPatch.context() as patch, pytest.raises(checkpoint.CheckpointError, match="the disk is gone"):
         patch.setattr(named, "sync_folder", mock.Mock(side_effect=OSError("the disk is gone")))
         checkpoint.save_named(target, state.params, name)
@@ -199,7 +204,8 @@ def test_ranks_write_into_the_folder_that_rank_0_names(mesh: Any, tmp_path: Path
 @on_ranks(1)
 def test_moments_that_do_not_fit(mesh: Any, tmp_path: Path) -> None:
     """A parameter that began later has taken fewer steps; the state stays as it was."""
-    source, target = tmp_path / "ours", tmp_path / "changed"
+    source = tmp_path / "ours"
+    target = tmp_path / "changed"
     state = ya.init(params(), ya.optim.adam(0.1), mesh=mesh)
     state = state.apply_gradients(ya.normal_like(1, state.params), ya.optim.adam(0.1))
     checkpoint.save_moments(source, state, moments_of)
@@ -228,7 +234,8 @@ def test_moments_of_an_adam_whose_decay_is_masked(mesh: Any, tmp_path: Path) -> 
     checkpoint.save_moments(tmp_path / "moments", state, moments_of)
     again = checkpoint.load_moments(tmp_path / "moments", ya.init(params(), tx, mesh=mesh), moments_of)
     kept, found = (ya.unshard(of.opt_state[0].nu) for of in (state, again))
-    assert torch.equal(found["norm"]["bias"], kept["norm"]["bias"]) and kept["norm"]["bias"].any()
+    assert torch.equal(found["norm"]["bias"], kept["norm"]["bias"])
+    assert kept["norm"]["bias"].any()
     assert torch.equal(found["layers"]["up"]["weight"], kept["layers"]["up"]["weight"])
 
 

@@ -81,7 +81,8 @@ def saved(mesh: Any, directory: Path, precision: ya.Precision) -> tuple[list[Ten
 
 
 def found(state: ya.ShardedState) -> tuple[list[Tensor], list[Tensor], float]:
-    before, value = whole(state), float(ya.eval_step(loss)(state, TOKENS)["loss"])
+    before = whole(state)
+    value = float(ya.eval_step(loss)(state, TOKENS)["loss"])
     return before, whole(stepped(state, 1)), value
 
 
@@ -116,7 +117,8 @@ def test_any_number_of_ranks_reads_what_any_number_wrote(
     before, after, value = pools[writers].run(saved, tmp_path, precision)[0]
     assert any(leaf.abs().sum() > 0 for leaf in before[-4:]), "the moments are zero: the test would prove nothing"
     for got, got_after, got_value, facts in pools[readers].run(loaded, tmp_path, precision):
-        assert same(got, before) and same(got_after, after)
+        assert same(got, before)
+        assert same(got_after, after)
         assert got_value == pytest.approx(value, rel=1e-6)
         assert facts == (3, 4, {"position": 17, "note": ["a", None]})
 
@@ -146,7 +148,8 @@ def losses(_: Any, shape: str, directory: Path | None, begins: int, ends: int) -
     state = fresh(mesh, precision=ya.Precision(torch.float64))
     if begins and directory:
         state, _extra = load(f"{directory}/{begins}", state)
-    step, out = ya.train_step(by_row, TX, schedule=schedule), []
+    step = ya.train_step(by_row, TX, schedule=schedule)
+    out = []
     while state.step < ends:
         state, metrics = step(state, ya.shard_batch(ROWS, mesh))
         out.append(float(metrics["loss"]))
@@ -177,7 +180,8 @@ def parameters_alone(mesh: Any, directory: Path) -> tuple[list[Tensor], int]:
 def test_parameters_alone_need_no_optimizer(pools: Pools, tmp_path: Path) -> None:
     before, _, _ = pools[2].run(saved, tmp_path, FP32)[0]
     got, step = pools[1].run(parameters_alone, tmp_path)[0]
-    assert same(got, before[: len(got)]) and step == 3
+    assert same(got, before[: len(got)])
+    assert step == 3
 
 
 def trained(mesh: Any, directory: Path, remat: str) -> str:
@@ -210,7 +214,8 @@ def test_a_state_goes_on_with_the_program_that_it_was_trained_by(pools: Pools, t
     assert pools[2].run(resumed, tmp_path, "bfloat16") == [None] * 2, "units of other sizes on the wire"
 
 
-W, NONE = ya.Param((3, 4)), ya.Param((3, 0))
+W = ya.Param((3, 4))
+NONE = ya.Param((3, 0))
 
 
 def hollow() -> dict[str, Any]:
@@ -266,8 +271,10 @@ def several(mesh: Any, directory: Path) -> list[int]:
         state = stepped(state, 1)
         save(directory, state, keep_last=2)
     like = [fresh(mesh) for _ in range(2)]
-    newest, earlier = load(directory, like[0])[0], load(directory, like[1], step=2)[0]
-    assert not same(whole(newest), whole(earlier)) and same(whole(newest), whole(state))
+    newest = load(directory, like[0])[0]
+    earlier = load(directory, like[1], step=2)[0]
+    assert not same(whole(newest), whole(earlier))
+    assert same(whole(newest), whole(state))
     return [newest.step, earlier.step]
 
 
@@ -284,16 +291,21 @@ def test_the_state_that_a_load_is_like_stays_unless_it_is_donated(mesh: Any, tmp
     for load_it, donated in ((load, False), (load_params, False), (load, True)):
         found = load_it(tmp_path, moved, donate=True) if donated else load_it(tmp_path, like=moved)
         loaded = found[0] if isinstance(found, tuple) else found
-        want, got = ya.unshard(state.params), ya.unshard(loaded.params)
-        assert same(optree.tree_leaves(got), optree.tree_leaves(want)) and loaded.step == state.step
+        want = ya.unshard(state.params)
+        got = ya.unshard(loaded.params)
+        assert same(optree.tree_leaves(got), optree.tree_leaves(want))
+        assert loaded.step == state.step
         if not donated:
-            assert same(whole(moved), before) and moved.check() is moved
+            assert same(whole(moved), before)
+            assert moved.check() is moved
     with pytest.raises(RuntimeError, match="donated"):
         moved.check()
 
 
 def loading_fails(mesh: Any, directory: Path, kind: str) -> None:
-    tx, params, precision = TX, net(), FP32
+    tx = TX
+    params = net()
+    precision = FP32
     if kind == "shape":
         params = net(width=6)
     elif kind == "name":

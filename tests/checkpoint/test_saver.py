@@ -90,7 +90,8 @@ def fails_on_one_rank(mesh: Any, directory: Path, what: str) -> str:
 def test_a_failure_is_every_ranks_and_the_next_save_may_work(pools: Pools, tmp_path: Path) -> None:
     for error in pools[2].run(fails_on_one_rank, tmp_path / "a", "full"):
         assert "saving step 1 in " in error and "rank 1: OSError: [Errno 28] No space left on device" in error, error
-    assert sorted(folder.complete(tmp_path / "a")) == [0, 1] and (tmp_path / "a" / "latest").exists()
+    assert sorted(folder.complete(tmp_path / "a")) == [0, 1]
+    assert (tmp_path / "a" / "latest").exists()
     for error in pools[2].run(fails_on_one_rank, tmp_path / "b", "vanished"):
         assert "rank 0: FileExistsError" in error or "rank 0: NotADirectoryError" in error, error
 
@@ -99,7 +100,8 @@ def test_a_failure_is_every_ranks_and_the_next_save_may_work(pools: Pools, tmp_p
 def test_a_full_disk_is_called_one(mesh: Any, tmp_path: Path) -> None:
     """The kernel's own answer, in the middle of a file: no more bytes than so many."""
     last = mesh.size() - 1
-    before, then = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    then = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
         if mesh.get_rank() == last:
             resource.setrlimit(resource.RLIMIT_FSIZE, (300, before[1]))

@@ -51,7 +51,8 @@ def test_failures_at_one_place_leave_the_communicators_usable_others_do_not(mesh
 @on_ranks(2)
 def test_a_failure_is_said_before_the_others_are_waited_for(mesh: Any) -> None:
     """Rank 0 fails where rank 1 did, once rank 1 has said so."""
-    comms, said = Communicators(mesh), io.StringIO()
+    comms = Communicators(mesh)
+    said = io.StringIO()
     store = side_store("said", timedelta(seconds=60))
     if comms.rank == 0:
         store.wait(["said"])

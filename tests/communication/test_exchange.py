@@ -20,7 +20,8 @@ from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.communication.groups import group_of
 from yafsdp_fn.communication.ranks import receive_numel
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 
 CUTS = {"as it is": (gloo.PIECE_BYTES, gloo.PACKED_BYTES), "packs": (64, 48), "pieces": (40, 0)}
 """(PIECE_BYTES, PACKED_BYTES): with small ones, small vectors take every path."""
@@ -65,7 +66,8 @@ def untouched(larger: Tensor) -> bool:
 def test_every_path_gives_the_bits_of_a_plain_loop(mesh: Any, how: str) -> None:
     group = communicators(mesh).gather_group
     assert isinstance(group, GlooGroup)
-    ranks, rank = group.process_group.size(), group.process_group.rank()
+    ranks = group.process_group.size()
+    rank = group.process_group.rank()
     with cut(how):
         for dtype in (F32, BF16):
             for sizes in SIZES:
@@ -93,7 +95,8 @@ def test_every_path_gives_the_bits_of_a_plain_loop(mesh: Any, how: str) -> None:
                     alone = torch.empty_like(shard)
                     group.reduce_scatters([alone], mine[i : i + 1])
                     assert torch.equal(alone, expected)
-                assert all(map(untouched, larger)) and all(map(torch.equal, mine, every[rank]))
+                assert all(map(untouched, larger))
+                assert all(map(torch.equal, mine, every[rank]))
                 out = torch.empty_like(mine[0])
                 group.all_to_all(out, mine[0])
                 assert torch.equal(out, torch.cat([every[r][0].view(ranks, -1)[rank] for r in range(ranks)]))
@@ -101,7 +104,8 @@ def test_every_path_gives_the_bits_of_a_plain_loop(mesh: Any, how: str) -> None:
 
 def messages(mesh: Any, together: bool, on: bool) -> tuple[int, int]:
     """Messages that a rank sends to gather, and to reduce, eight vectors."""
-    group, sent = communicators(mesh).gather_group, []
+    group = communicators(mesh).gather_group
+    sent = []
     shards = [torch.zeros(10) for _ in range(8)]
     fulls = [torch.zeros(10 * group.process_group.size()) for _ in shards]
     post = GlooGroup._post
@@ -152,7 +156,8 @@ def test_scratch_is_small_and_stays(mesh: Any) -> None:
 def test_reductions_of_a_list_are_those_one_by_one(mesh: Any) -> None:
     """flat: sums of a list that land in shards, add to them, or change dtype, in a buffer that holds one or all."""
     comms = communicators(mesh)
-    sizes, adds = [8, 16, 8, 24, 8], [False, True, True, False, False]
+    sizes = [8, 16, 8, 24, 8]
+    adds = [False, True, True, False, False]
     for wire, dtype, accumulate in ((F32, F32, None), (BF16, F32, None), (BF16, F32, F32), (F32, BF16, None)):
         wires = [BF16, wire, wire, wire, wire]
         fulls = [drawn(comms.rank, i, n * comms.ranks, of) for i, (n, of) in enumerate(zip(sizes, wires, strict=True))]

@@ -21,16 +21,20 @@ DTYPES = [
 @pytest.mark.parametrize(("shard", "wire"), DTYPES)
 @pytest.mark.parametrize("add", [False, True])
 def test_rows_together_are_rows_one_after_the_other(shard: torch.dtype, wire: torch.dtype, add: bool) -> None:
-    scratch, generator = Scratch(CPU), torch.Generator().manual_seed(0)
+    scratch = Scratch(CPU)
+    generator = torch.Generator().manual_seed(0)
     n = CHUNK["cpu"] + 24  # more than a chunk
     rows = torch.randn(5, n, generator=generator, dtype=torch.float64).to(wire)
     start = torch.randn(n, generator=generator, dtype=torch.float64).to(shard)
-    together, alone, plain = start.clone(), start.clone(), start.double()
+    together = start.clone()
+    alone = start.clone()
+    plain = start.double()
     add_rows(together, rows, scratch, add=add)
     for number, row in enumerate(rows):
         add_rows(alone, row[None], scratch, add=add or number > 0)
         plain = (plain + row.double() if add or number else row.double()).to(shard).double()
-    assert torch.equal(together, alone) and torch.equal(together.double(), plain)
+    assert torch.equal(together, alone)
+    assert torch.equal(together.double(), plain)
     other = start.clone()
     local_sum(other, rows, scratch, add=add)
     assert not add or not torch.equal(other, together), "sums of rows that are added afterwards are other sums"

@@ -28,7 +28,8 @@ def pool() -> Iterator[Pool]:
 
 def of_the_user(mesh: Any, meet: str) -> Any:
     """Begins a process group as a user does, for CUDA alone (gloo's, which needs no GPU)."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     dist.destroy_process_group()
     dist.init_process_group("cuda:gloo", init_method=f"file://{meet}", rank=rank, world_size=world)
     with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):

@@ -23,7 +23,9 @@ from yafsdp_fn.communication.sums import add_rows
 from yafsdp_fn.util import on_gpu
 from yafsdp_fn.util.on_gpu import vector_kernels
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 CPU = torch.device("cpu")
 
 
@@ -67,7 +69,8 @@ def test_the_sum_is_rounded_once(
     add: bool,
 ) -> None:
     monkeypatch.setitem(micro_shards.CHUNK, "cpu", 7)
-    rows, before = drawn(ranks, 24, dtype=wire), drawn(24, dtype=out, seed=1)
+    rows = drawn(ranks, 24, dtype=wire)
+    before = drawn(24, dtype=out, seed=1)
     total = rows.double().sum(0) + (before.double() if add else 0)
     got = before.clone()
     local_sum(got, rows, Scratch(CPU), add=add, dtype=dtype)
@@ -87,7 +90,8 @@ def test_a_float64_shard_is_not_rounded_to_the_dtype_of_the_sum() -> None:
 @pytest.mark.parametrize("add", [False, True])
 @pytest.mark.parametrize("ordered", [False, True])
 def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool) -> None:
-    rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, dtype=out, seed=1)
+    rows = drawn(RANKS, N, dtype=BF16)
+    shard = drawn(N, dtype=out, seed=1)
     got = shard.cuda()
     assert vector_kernels(got) is not None, "no triton"
     for of, added, scratch in ((got, rows.cuda(), Scratch(got.device)), (shard, rows, Scratch(CPU))):
@@ -103,7 +107,8 @@ def test_a_gpu_sums_to_the_same_bits(out: torch.dtype, add: bool, ordered: bool)
 def test_a_gpu_without_triton_sums_in_an_order_of_its_own(monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
     monkeypatch.setattr(on_gpu, "HAS_TRITON", False)
     monkeypatch.setitem(micro_shards.CHUNK, "cuda", 1 << 14)
-    rows, shard = drawn(RANKS, N, dtype=BF16), drawn(N, seed=1)
+    rows = drawn(RANKS, N, dtype=BF16)
+    shard = drawn(N, seed=1)
     wanted = rows.double().sum(0) + (shard.double() if add else 0)
     local_sum(got := shard.cuda(), rows.cuda(), Scratch(torch.device("cuda")), add=add, dtype=F32)
     torch.testing.assert_close(got.cpu().double(), wanted, rtol=1e-6, atol=1e-5)

@@ -30,7 +30,8 @@ def test_rank_0_serves_the_store_and_waits_for_nobody(environment: pytest.Monkey
     served["store"].set("key", "value")
     environment.setenv("RANK", "1")
     joined = rendezvous_store(SECONDS)
-    assert joined["rank"] == 1 and joined["store"].get("key") == b"value"
+    assert joined["rank"] == 1
+    assert joined["store"].get("key") == b"value"
 
 
 def test_an_environment_that_no_launcher_makes_is_refused(environment: pytest.MonkeyPatch) -> None:
@@ -63,9 +64,11 @@ def test_an_attempt_of_torchrun_does_not_see_what_the_one_before_left(environmen
 
     of(0, 0).set("address", "old")
     assert of(0, 1).get("address") == b"old"
-    assert not of(1, 0).check(["address"]) and not of(0, 0, 3).check(["address"])
+    assert not of(1, 0).check(["address"])
+    assert not of(0, 0, 3).check(["address"])
     of(1, 1).set("address", "new")
-    assert of(1, 0).get("address") == b"new" and of(0, 0).get("address") == b"old"
+    assert of(1, 0).get("address") == b"new"
+    assert of(0, 0).get("address") == b"old"
 
 
 def test_a_process_group_after_another_meets_at_the_same_place(environment: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,8 @@ def test_submit_returns_at_once_and_wait_waits(stream: HostStream) -> None:
 
 def test_work_waits_for_its_events_and_holds_back_what_is_behind_it(stream: HostStream) -> None:
     seen: list[str] = []
-    gate, last = HostEvent(), HostEvent()
+    gate = HostEvent()
+    last = HostEvent()
     stream.submit(lambda: seen.append("first"), (gate,), HostEvent(), "first")
     stream.submit(lambda: seen.append("second"), (), last, "second")
     time.sleep(0.05)
@@ -69,7 +70,9 @@ def test_work_may_write_to_tensors_of_every_kind(stream: HostStream) -> None:
     leaf, event = torch.zeros(2, requires_grad=True), HostEvent()
     stream.submit(lambda: (inferred.add_(1), leaf.add_(1), None)[2], (), event, "job")
     event.wait()
-    assert inferred.eq(1).all() and leaf.eq(1).all() and leaf.requires_grad
+    assert inferred.eq(1).all()
+    assert leaf.eq(1).all()
+    assert leaf.requires_grad
 
 
 def test_work_runs_without_grad_on_one_thread(stream: HostStream) -> None:
@@ -104,7 +107,8 @@ def test_an_error_reaches_whoever_waits_and_everything_later(stream: HostStream)
 
 def test_an_error_travels_to_another_stream_through_an_event(stream: HostStream) -> None:
     other = HostStream("other", 3)
-    broken, behind = HostEvent(), HostEvent()
+    broken = HostEvent()
+    behind = HostEvent()
     stream.submit(failing, (), broken, "gather of a")
     other.submit(lambda: None, (broken,), behind, "reduce of a")
     with pytest.raises(ya.errors.CommunicationError, match="reduce of a"):

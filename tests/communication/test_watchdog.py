@@ -77,7 +77,8 @@ def test_what_ends_in_time_is_not_late_however_long_it_waited_for_its_turn(monke
 def test_it_ends_when_it_is_told() -> None:
     ranks = watched([(Work(), "a")], seconds=3600)
     ranks.watchdog.close()
-    assert not any(thread.is_alive() for thread in ranks.watchdog._threads) and not ranks.said
+    assert not any(thread.is_alive() for thread in ranks.watchdog._threads)
+    assert not ranks.said
 
 
 def test_a_rank_that_has_never_spoken_is_silent() -> None:

@@ -56,7 +56,8 @@ def test_the_line_of_a_thread_that_runs_meanwhile() -> None:
     here = re.compile(r"test_where\.py:\d+ in (works|deeper|<genexpr>)")
     assert all(here.fullmatch(each) or not each for each in found), found
     line, communicates = standing(waiting)
-    assert re.fullmatch(r"test_where\.py:\d+ in waits", line) and not communicates
+    assert re.fullmatch(r"test_where\.py:\d+ in waits", line)
+    assert not communicates
     ended.set()
     for thread in threads:
         thread.join()

@@ -17,7 +17,8 @@ from tests.harness.oracle import batch_of
 from tests.harness.problems import PROBLEMS
 from yafsdp_fn.checkpoint import save
 
-s, remat = ya.schedules, ya.schedules.remat
+s = ya.schedules
+remat = ya.schedules.remat
 
 MESHES: dict[str, dict[str, int]] = {
     "shard": {"shard": 4},

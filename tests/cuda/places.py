@@ -76,7 +76,8 @@ def places(path: Path) -> Iterator[Place]:
         if not asks and not kernel:
             continue
         code = source.splitlines()[node.lineno - 1].strip()
-        at, column = node.lineno, node.col_offset
+        at = node.lineno
+        column = node.col_offset
         if isinstance(node, ast.If):
             side = node.orelse if any(map(_denies, found)) else node.body
             at, column = (side[0].lineno, side[0].col_offset) if side else ((node.end_lineno or 0) + 1, column)

@@ -72,7 +72,8 @@ def trained(case: Case, device: str, timeout_s: float, before: Callable[[int], N
     generator = torch.Generator().manual_seed(0)
     texts = [torch.randint(CONFIG.vocab, (ROWS, LENGTH + 1), generator=generator) for _ in range(STEPS)]
     batches = [{"tokens": text[:, :-1], "targets": text[:, 1:]} for text in texts]
-    loss, params = llama.loss(CONFIG), llama.params(CONFIG)
+    loss = llama.loss(CONFIG)
+    params = llama.params(CONFIG)
     tx = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.sgd(0.5, momentum=0.9))  # linear, unlike Adam
     staged = "stage" in case.mesh and not alone
     stages = s.assign(ya.planner.trace(loss, params, batches[0]), stages=2) if staged else None
@@ -135,12 +136,14 @@ def launched(
     place = {"WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     every = {**os.environ, **place, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {})}
     command = [sys.executable, "-m", "tests.cuda.ranks", name, device, str(timeout_s), str(folder)]
-    logs, started = [folder / f"{rank}.log" for rank in range(ranks)], []
+    logs = [folder / f"{rank}.log" for rank in range(ranks)]
+    started = []
     for rank, log in enumerate(logs):
         with log.open("w") as sink:
             own = {**every, "RANK": str(rank)}
             started.append(start(command, env=own, cwd=ROOT, stdout=sink, stderr=subprocess.STDOUT))
-    awaited, end = started[: -1 if name == "frozen" else None], time.monotonic() + limit_s
+    awaited = started[: -1 if name == "frozen" else None]
+    end = time.monotonic() + limit_s
     try:
         while time.monotonic() < end and any(process.poll() is None for process in awaited):
             time.sleep(0.05)

@@ -39,7 +39,8 @@ def test_an_error_that_all_ranks_see_still_ends_the_communicators() -> None:
     with fake_cuda(), beating(), rank_of(MESHES["shard"]) as mesh, pytest.MonkeyPatch.context() as patch:
         state, step = ya.init(PROBLEM.params(3), TX, mesh=mesh), ya.train_step(PROBLEM.loss, TX)
         state, _ = step(state, batch(0))
-        gathers, calls = RankGroup.all_gathers, []
+        gathers = RankGroup.all_gathers
+        calls = []
 
         def all_gathers(self: RankGroup, *args: Any) -> None:
             calls.append(1)
@@ -73,7 +74,8 @@ def test_a_collective_that_does_not_end_is_named() -> None:
             patch.setattr(Event, "query", lambda self: self.stream != reductions or self.number < last.number)
             state, _ = step(state, batch(1))
             until(lambda: len(aborted) == 2)  # the watchdog aborts after it has said why
-            lost, after = str(comms.lost), outcome(lambda: step(state, batch(2)))
+            lost = str(comms.lost)
+            after = outcome(lambda: step(state, batch(2)))
     assert "rank 0: reduce of head (step 1) has not ended after 1 s. Another rank has probably stopped" in lost
     assert "CommunicationError: rank 0: the communicators are lost since rank 0: reduce of head (step 1)" in after
     assert sorted(aborted) == ["yafsdp gather", "yafsdp reduce"]
@@ -89,7 +91,9 @@ def test_communicators_are_aborted_together() -> None:
         for group in every:
             patch.setattr(group, "abort", lambda: (torch.zeros(1, device=CUDA), all_begun.wait(60)))
         comms.abort_late("it hangs")
-        assert len(every) > 4 and not all_begun.broken and not device.strangers
+        assert len(every) > 4
+        assert not all_begun.broken
+        assert not device.strangers
 
 
 @in_child_process
@@ -110,4 +114,6 @@ def test_what_nccl_is_told() -> None:
             assert os.environ.get("NCCL_LAUNCH_ORDER_IMPLICIT") == "1"
     gather, reduce, control, abort = (timeout.total_seconds() for timeout in given)
     # ours comes before NCCL's, which ends the process
-    assert gather == reduce == 160 and control == 100 and abort == 30
+    assert gather == reduce == 160
+    assert control == 100
+    assert abort == 30

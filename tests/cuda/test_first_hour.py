@@ -31,7 +31,8 @@ from yafsdp_fn.communication import groups, watchdog
 from yafsdp_fn.communication.collectives import RankGroup
 from yafsdp_fn.communication.communicators import communicators
 
-PROBLEM, TX = PROBLEMS["base"], ya.optim.adamw(1e-2)
+PROBLEM = PROBLEMS["base"]
+TX = ya.optim.adamw(1e-2)
 
 
 @in_child_process
@@ -40,8 +41,10 @@ def test_the_readme_runs_on_one_gpu_and_on_two() -> None:
         with fake_cuda(), rank_of({"shard": ranks}) as mesh:
             names: dict[str, Any] = {"MESH": mesh}
             exec(on("MESH"), names)
-            loss, tokens = names["metrics"]["loss"], names["batch"]["tokens"]
-            assert 0 < loss.item() < 30 and str(loss.device) == str(tokens.device) == "cuda:0"
+            loss = names["metrics"]["loss"]
+            tokens = names["batch"]["tokens"]
+            assert 0 < loss.item() < 30
+            assert str(loss.device) == str(tokens.device) == "cuda:0"
 
 
 def expect_other_values_of_a_seed(device: Any, mesh: DeviceMesh) -> None:
@@ -78,7 +81,9 @@ def test_a_batch_goes_to_the_device_and_the_host_waits_for_no_pinned_memory() ->
         for x in (torch.ones(8, 2), torch.empty(8, 2, pin_memory=True), torch.ones(8, 2, device=CUDA)):
             device.syncs.clear()
             mine = ya.shard_batch({"x": x, "n": 5}, mesh)
-            assert mine["x"].device == CUDA and mine["x"].shape == (2, 2) and mine["n"] == 5
+            assert mine["x"].device == CUDA
+            assert mine["x"].shape == (2, 2)
+            assert mine["n"] == 5
             found.append(list(device.syncs))
         assert ya.shard_batch({"scale": torch.tensor(3.0)}, mesh)["scale"].device == CUDA
     assert found == [["a copy from the host"], [], []]
@@ -117,7 +122,8 @@ def test_threads_say_which_device_is_theirs(tmp_path: Path) -> None:
             more = asking(device, patch)
             saver.save(ya.init(PROBLEM.params(3), TX, mesh=mesh))
             saver.wait()
-            assert strangers + device.strangers == [] and {"yafsdp-watchdog", "yafsdp-save"} <= names | more
+            assert strangers + device.strangers == []
+            assert {"yafsdp-watchdog", "yafsdp-save"} <= names | more
 
 
 @in_child_process
@@ -163,7 +169,8 @@ def test_every_communicator_is_there_when_ranks_have_met(builder: str, precision
         for seed in range(2):
             state, _ = step(state, {key: value.to(CUDA) for key, value in batch_of(0, seed=seed).items()})
         later = {each.group_desc for each in every if each.issued}
-        assert later and later <= met
+        assert later
+        assert later <= met
 
 
 @in_child_process

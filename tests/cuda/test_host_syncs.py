@@ -59,7 +59,8 @@ CASES = [
 def test_the_host_runs_ahead(case: Case) -> None:
     """Nothing makes the host wait in steps of a program; metrics are read at the end."""
     build, axes = BUILDERS[case.builder]
-    problem, tx = PROBLEMS[case.problem], OPTIMIZERS[case.tx]
+    problem = PROBLEMS[case.problem]
+    tx = OPTIMIZERS[case.tx]
     with fake_cuda() as device, rank_of(MESHES[axes]) as mesh:
         if case.deterministic:
             mark(mesh, 2 * mesh.size())
@@ -74,7 +75,8 @@ def test_the_host_runs_ahead(case: Case) -> None:
             state, metrics = step(state, batch)
         waited = list(device.syncs)
         device.may_sync = True
-        assert metrics["loss"].isfinite() and waited == []
+        assert metrics["loss"].isfinite()
+        assert waited == []
 
 
 @in_child_process

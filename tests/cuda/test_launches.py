@@ -31,7 +31,8 @@ from yafsdp_fn.planner.footprint import predict_memory
 from yafsdp_fn.runtime.slots import weight_leaf
 from yafsdp_fn.util import on_gpu
 
-F32, BF16 = torch.float32, torch.bfloat16
+F32 = torch.float32
+BF16 = torch.bfloat16
 N = 128
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=3, max_length=32)
 WIRE = ya.Precision(compute=BF16, reduce=BF16, accumulate=F32)
@@ -127,13 +128,15 @@ def step(
 def test_buffers_are_as_planned(precision: str, own: bool, microbatches: int) -> None:
     """No sum and no product takes scratch on a GPU; with gains in float32, too. As much is launched at any number of
     ranks."""
-    tx, given = ya.optim.adamw(1e-3), tokens(CONFIG)
+    tx = ya.optim.adamw(1e-3)
+    given = tokens(CONFIG)
     params = gains_in_float32(llama.params(CONFIG)) if own else llama.params(CONFIG)
     how: dict[str, Any] = {"ranks": 2, "precision": PRECISIONS[precision], "microbatches": microbatches, "tx": tx}
     program = ya.schedules.zero3()(ya.planner.trace(llama.loss(CONFIG), params, given, **how))
     planned = predict_memory(program, device="cuda").itemised()
     few, real = step({"shard": 2}, precision, microbatches, own)
-    assert {name: planned[name] for name in real} == real and real["scratch"] == 0
+    assert {name: planned[name] for name in real} == real
+    assert real["scratch"] == 0
     if own or precision == "wide sums":
         assert few == step({"shard": 8}, precision, microbatches, own)[0]
     if own:
@@ -177,11 +180,14 @@ def test_the_scale_of_an_early_gradient_is_looked_at_by_the_device(scale: float)
         with found.early() as may:
             assert may
         factor = torch.full((), scale, device=CUDA)
-        found.view, found.task = found._early, AutogradRun()
+        found.view = found._early
+        found.task = AutogradRun()
         found.task.number = torch._C._current_graph_task_id()
         device.launched.clear()
         device.may_sync = False
         assert found.confirm(factor)
         device.may_sync = True
-        assert device.launched == ["scale_"] and not [each for each in device.syncs if "host" not in each]
-        assert found.view is not None and torch.equal(found.view.cpu(), torch.full((6, 4), scale))
+        assert device.launched == ["scale_"]
+        assert not [each for each in device.syncs if "host" not in each]
+        assert found.view is not None
+        assert torch.equal(found.view.cpu(), torch.full((6, 4), scale))

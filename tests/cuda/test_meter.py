@@ -32,7 +32,8 @@ def pushed() -> tuple[list[float], list[str], bool, list[Any]]:
     with fake_cuda() as device, pytest.MonkeyPatch.context() as patch:
         patch.setattr("train.running.meter.memory_bytes", lambda device: 0)
         late = meter(records.append)
-        queued, behind = [0], True
+        queued = [0]
+        behind = True
         for step in range(1, 6):
             loss = torch.full((), 2.0, device=CUDA) * step  # the step
             queued.append(len(device.log.entries))
@@ -52,7 +53,9 @@ def pushed() -> tuple[list[float], list[str], bool, list[Any]]:
 def test_metrics_are_read_behind_the_step_that_made_them() -> None:
     losses, syncs, behind, wrong = pushed()
     assert losses == [2.0, 4.0, 6.0, 8.0, 10.0]
-    assert set(syncs) == {"Event.synchronize"} and behind and not wrong
+    assert set(syncs) == {"Event.synchronize"}
+    assert behind
+    assert not wrong
 
 
 @in_child_process

@@ -35,4 +35,5 @@ def test_both_generators_are_seeded_and_given_back() -> None:
             state, _ = step(state, batch)
         for generator, state_before in zip(generators, before, strict=True):
             assert torch.equal(generator.get_state(), state_before)
-    assert len(set(seeds)) == 4 and all(host == device for host, device in seeds)
+    assert len(set(seeds)) == 4
+    assert all(host == device for host, device in seeds)

@@ -48,7 +48,8 @@ MOST_CYCLES = 2_000_000
 SMALL = 1 << 20
 """Bytes up to which the allocator serves requests from its pool of small blocks."""
 CONFIG = dataclasses.replace(llama.CONFIGS["debug"], layers=4)  # units of 2.2 MB: blocks of both of its pools
-s, remat = ya.schedules, ya.schedules.remat
+s = ya.schedules
+remat = ya.schedules.remat
 
 
 class Case(NamedTuple):
@@ -125,12 +126,14 @@ def test_the_readme_runs() -> None:
     code = readme.FIRST + "print(torch.cuda.is_initialized())\n"
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("1 ranks: ") and ran.stdout.endswith("False\n")
+    assert ran.stdout.startswith("1 ranks: ")
+    assert ran.stdout.endswith("False\n")
     code = readme.on("ya.mesh()") + 'print(metrics["loss"].item(), metrics["loss"].device, batch["tokens"].device)\n'
     ran = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     loss, *devices = ran.stdout.split()
-    assert 4 < float(loss) < 7 and devices == ["cuda:0", "cuda:0"]
+    assert 4 < float(loss) < 7
+    assert devices == ["cuda:0", "cuda:0"]
 
 
 # ---- the host
@@ -207,7 +210,9 @@ def poison() -> None:
 @contextlib.contextmanager
 def disturbed(seed: int) -> Iterator[None]:
     """Delays on every stream, and poisoned memory of every stream, while this lasts."""
-    rng, submit, begin = random.Random(seed), CudaStream.submit, Session.begin_compute
+    rng = random.Random(seed)
+    submit = CudaStream.submit
+    begin = Session.begin_compute
 
     def late() -> None:
         if rng.random() < 0.5:  # else all streams are late alike

@@ -143,7 +143,8 @@ def meeting(folder: Path, device: str) -> Environment:
     """Returns the environment in which two ranks train, by the first way that works here."""
     failed = ""
     for number, way in enumerate(WAYS):
-        env, own = {**SHARING, **way, **preloaded()}, folder / str(number)
+        env = {**SHARING, **way, **preloaded()}
+        own = folder / str(number)
         own.mkdir()
         ended = launched(own, "zero3", 2, device, env, timeout_s=30, limit_s=60)
         if all(status == 0 for status, _ in ended):

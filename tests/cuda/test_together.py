@@ -30,7 +30,8 @@ from yafsdp_fn.proof import stages as rules
 from yafsdp_fn.runtime.programs import Programs
 from yafsdp_fn.schedules import Call, Gather, Receive, Reduce
 
-s, remat = ya.schedules, ya.schedules.remat
+s = ya.schedules
+remat = ya.schedules.remat
 Plant = Callable[[pytest.MonkeyPatch, int], object]
 
 
@@ -58,7 +59,8 @@ def planted(plant: Plant | None, rank: int) -> Iterator[None]:
 
 def day(run: Run, rank: int, plant: Plant | None = None) -> Log:
     """The log of one rank's steps."""
-    problem, rows = PROBLEMS[run.problem], 4 * run.microbatches
+    problem = PROBLEMS[run.problem]
+    rows = 4 * run.microbatches
     params = problem.params(4)
     with planted(plant, rank), fake_cuda() as device, rank_of(run.axes, rank=rank) as mesh:
         stages = None
@@ -71,7 +73,8 @@ def day(run: Run, rank: int, plant: Plant | None = None) -> Log:
         for number in range(run.steps):
             batch = {key: value.to(CUDA) for key, value in batch_of(0, seed=number, rows=rows).items()}
             state, _ = step(state, batch)
-        assert communicators(mesh).lost is None and not device.strangers
+        assert communicators(mesh).lost is None
+        assert not device.strangers
         return device.log
 
 
@@ -165,9 +168,12 @@ def test_a_receive_ahead_of_a_send_that_it_depends_on_hangs() -> None:
     """Wherever the host waits for its device; where it does not, all goes well."""
     first, second = wrong("two stages", "ahead")
     host = "the host waits for the device: _local_scalar_dense"  # the bits of leaves, before a step that looks
-    assert first.kind == second.kind == "hang" and first.what.startswith(host)
-    assert "receive of gradient 0 <- 1 from stage 1" in first.what and first.what.endswith("waits for rank 1")
-    assert "receive of segment 0 -> 1 from stage 0" in second.what and second.what.endswith("waits for rank 0")
+    assert first.kind == second.kind == "hang"
+    assert first.what.startswith(host)
+    assert "receive of gradient 0 <- 1 from stage 1" in first.what
+    assert first.what.endswith("waits for rank 1")
+    assert "receive of segment 0 -> 1 from stage 0" in second.what
+    assert second.what.endswith("waits for rank 0")
     found = wrong("two stages", "ahead", "a cause that there is not")
     assert not found, found  # pytest does not explain what a child process asserts
 
@@ -195,8 +201,10 @@ def test_another_order_of_launches_is_found() -> None:
 def test_a_receive_that_cannot_begin_holds_back_what_is_launched_after_it(receives: int) -> None:
     """Rank 0 gathers, and sends what rank 1 answers."""
     compute, send, receive, gather = 1, 2, 3, 4
-    one, two = Log(), Log()
-    there, back = Launch("there", (0, 1), "message"), Launch("back", (0, 1), "message")
+    one = Log()
+    two = Log()
+    there = Launch("there", (0, 1), "message")
+    back = Launch("back", (0, 1), "message")
     for _ in range(receives):
         one.launch("launch", receive, back)
     one.launch("launch", gather, Launch("shards", (0,), "all_gather"))

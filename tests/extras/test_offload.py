@@ -44,7 +44,9 @@ from tests.steps.test_layer_major import layer_major
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Op, Program, Trace
 
-zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.schedules.remat
+zero2 = ya.schedules.zero2
+zero3 = ya.schedules.zero3
+remat = ya.schedules.remat
 ROWS = 3
 
 
@@ -101,7 +103,8 @@ POLICIES: dict[str, tuple[remat.Offloading, remat.Remat]] = {  # and the same re
 def train(mesh: Any, problem: Problem, schedule: Any, parts: int, steps: int = 3, rows: Sequence[int] = ()) -> Any:
     """Metrics of each step, an evaluation after it, and the parameters. rows: of each step's batch"""
     torch.manual_seed(7)
-    rank, out = mesh.get_local_rank(), []
+    rank = mesh.get_local_rank()
+    out = []
     state = ya.init(problem.params(4), TX, mesh=mesh)
     step = ya.train_step(problem.loss, TX, schedule=schedule, microbatches=parts)
     evaluate = ya.eval_step(problem.loss, schedule=schedule)
@@ -168,7 +171,8 @@ def elsewhere(trace: Trace) -> Program:
 @on_ranks(nightly(1), 2)
 def test_other_slots_and_sizes(mesh: Any) -> None:
     """Batches that grow and shrink from step to step; carry slots that a fetch is the first to use; late copies."""
-    rows, slow = (3, 3, 9, 6, 12), {"offload": (1.0, 3e-3)}
+    rows = (3, 3, 9, 6, 12)
+    slow = {"offload": (1.0, 3e-3)}
     _, expected = train(mesh, CASES["base"], zero2(remat=remat.all), 3, 5, rows)
     for schedule in (zero2(remat=remat.offload(ahead=0)), elsewhere):
         with delayed(slow, seed=0):
@@ -224,7 +228,8 @@ def alive(mesh: Any, layers: int, policy: remat.Remat) -> tuple[int, list[int], 
     watch = Alive()
     state = ya.init(base_params(layers), TX, mesh=mesh)
     step = ya.train_step(watch.loss, TX, schedule=zero3(remat=policy))
-    slots, host = [], []
+    slots = []
+    host = []
     for number in range(4):
         state, _ = step(state, batch_of(0, seed=number))
         gc.collect()
@@ -271,7 +276,8 @@ def test_copies_are_recorded_and_programs_saved(mesh: Any) -> None:
     with ya.timeline.record() as recording:
         state, _ = step(state, batch_of(0))
     timeline = recording.timeline()
-    assert "offload" in timeline.streams and "offload" in str(timeline)
+    assert "offload" in timeline.streams
+    assert "offload" in str(timeline)
     spans = timeline.spans
     program = step.program(state)
     copies = [span for span in spans if span.stream == "offload"]
@@ -289,7 +295,9 @@ def test_copies_are_recorded_and_programs_saved(mesh: Any) -> None:
 
 # ---- on a GPU
 
-WIDE, TOKENS, DEEP = 1024, 1 << 15, 8
+WIDE = 1024
+TOKENS = 1 << 15
+DEEP = 8
 
 
 def on_device(policy: remat.Remat) -> tuple[Any, int]:

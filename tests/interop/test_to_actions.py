@@ -93,7 +93,8 @@ def test_torch_loads_the_rows(tmp_path: Path) -> None:
         actions.save(tmp_path / "rows.csv")
         runtime: Any = object.__new__(_PipelineScheduleRuntime)
         runtime.pp_group_size, runtime._num_stages, runtime._n_microbatches, runtime._stages = 2, 4, 3, []
-        runtime._defer_pp_recv, runtime.pipeline_order = False, {}
+        runtime._defer_pp_recv = False
+        runtime.pipeline_order = {}
         runtime._max_active_stages, runtime._unshard_lookahead = 3, "full"
         runtime._defer_reduce_grad_wait, runtime._max_outstanding_sends = False, None
         runtime._load_csv(tmp_path / "rows.csv", of)

@@ -38,7 +38,8 @@ class Compiler:
         source = triton.compiler.ASTSource(self.kernel, signature, constexprs, attrs)
         target = triton.backends.compiler.GPUTarget("cuda", self.capability, 32)
         made = triton.compile(source, target=target, options=options)
-        assert made.metadata.target == target and f".target sm_{self.capability}" in made.asm["ptx"]
+        assert made.metadata.target == target
+        assert f".target sm_{self.capability}" in made.asm["ptx"]
         assert made.asm["cubin"][:4] == b"\x7fELF"
         self.made += 1
 
@@ -81,7 +82,8 @@ def test_cross_entropy(compilers: Any, dtype: torch.dtype, gradient: bool, colum
     from yafsdp_fn.nn import cross_entropy_kernel
 
     (rows,) = compilers(cross_entropy_kernel, "ROWS")
-    logits, labels = torch.empty(2, columns, dtype=dtype), torch.zeros(2, dtype=torch.int64)
+    logits = torch.empty(2, columns, dtype=dtype)
+    labels = torch.zeros(2, dtype=torch.int64)
     cross_entropy_kernel.softmax_(logits, labels, torch.ones(2), gradient=gradient)
     assert rows.made == 1
 
@@ -95,7 +97,8 @@ def test_sums_of_rows(compilers: Any, rows: int, ordered: bool, add: bool, size:
     from yafsdp_fn.util import vector_kernels
 
     (kernel,) = compilers(vector_kernels, "SUM_ROWS")
-    out, given = torch.empty(100), torch.empty(rows, 100, dtype=torch.bfloat16)
+    out = torch.empty(100)
+    given = torch.empty(rows, 100, dtype=torch.bfloat16)
     vector_kernels.sum_rows(out if size == 100 else out.as_subclass(Long), given, torch.float32, add, ordered)
     assert kernel.made == 1
 
@@ -116,7 +119,8 @@ def test_kernels_that_take_time(compilers: Any, nbytes: int) -> None:
     from benchmarks.emulated import kernels
 
     mark, enter, hold, copy = compilers(kernels, "MARK", "ENTER", "HOLD", "COPY")
-    at, users = torch.zeros(1, dtype=torch.int64), torch.zeros(3, dtype=torch.int32)
+    at = torch.zeros(1, dtype=torch.int64)
+    users = torch.zeros(3, dtype=torch.int32)
     kernels.mark(at)
     resource = "node" if nbytes == 4 else "network"  # an argument of 1 is compiled in
     kernels.hold(at, users, Phase(resource, 1e-3), torch.empty(2, 1 << 20), nbytes)

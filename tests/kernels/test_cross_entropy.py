@@ -29,7 +29,8 @@ def problem(rows: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor
 
 def reference(logits: Tensor, labels: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
     """Losses, and the gradient of the logits, in float64. A label outside counts as a logit of zero."""
-    wide, inside = logits.double(), (labels >= 0) & (labels < logits.shape[1])
+    wide = logits.double()
+    inside = (labels >= 0) & (labels < logits.shape[1])
     onehot = torch.zeros_like(wide)
     onehot[inside, labels[inside]] = 1
     picked = torch.where(onehot == 1, wide, 0).sum(1)
@@ -86,7 +87,9 @@ def test_what_is_not_finite_is_not_hidden(bad: float, dtype: torch.dtype) -> Non
     logits[2] = -math.inf
     losses = softmax_(logits, labels, factors.fill_(1.0), gradient=True)
     assert losses.isfinite().tolist() == [True, False, False]
-    assert bool(logits[1].isnan().any()) and bool(logits[2].isnan().all()) and bool(logits[0].isfinite().all())
+    assert bool(logits[1].isnan().any())
+    assert bool(logits[2].isnan().all())
+    assert bool(logits[0].isfinite().all())
 
 
 def test_no_rows() -> None:

@@ -11,7 +11,8 @@ from yafsdp_fn.planner.cluster import Phase
 
 pytest.importorskip("triton")
 NAME = "benchmarks.emulated.kernels"
-mark, hold = kernel(NAME, "mark"), kernel(NAME, "hold")
+mark = kernel(NAME, "mark")
+hold = kernel(NAME, "hold")
 BLOCK = 8192
 NS = 6000
 
@@ -27,7 +28,8 @@ def nothing() -> Tensor:
 
 
 def test_mark_writes_the_time() -> None:
-    first, second = marked(), marked()
+    first = marked()
+    second = marked()
     assert EPOCH_NS < int(first) < int(second)
 
 
@@ -46,7 +48,8 @@ def test_hold_lasts_as_long_as_its_share_of_the_link_says(resource: str, others:
 
 
 def test_phases_follow_each_other_without_a_gap() -> None:
-    users, at = torch.zeros(3, dtype=torch.int32), marked()
+    users = torch.zeros(3, dtype=torch.int32)
+    at = marked()
     start = int(at)
     for resource in ("latency", "node", "network"):
         hold(at, users, Phase(resource, NS / 1e9), nothing(), 0)
@@ -57,11 +60,13 @@ def test_phases_follow_each_other_without_a_gap() -> None:
 def test_bytes_are_copied(nbytes: int) -> None:
     """Eight programs copy a block each, or two, from the first row to the second."""
     scratch = torch.stack([torch.arange(20.0 * BLOCK), torch.full((20 * BLOCK,), -1.0)])
-    at, users = marked(), torch.zeros(3, dtype=torch.int32)
+    at = marked()
+    users = torch.zeros(3, dtype=torch.int32)
     start = int(at)
     hold(at, users, Phase("node", NS / 1e9), scratch, nbytes)
     copied = 8 * BLOCK * (1 if nbytes <= 4 * 8 * BLOCK else 2)
-    assert torch.equal(scratch[1, :copied], scratch[0, :copied]) and bool((scratch[1, copied:] == -1).all())
+    assert torch.equal(scratch[1, :copied], scratch[0, :copied])
+    assert bool((scratch[1, copied:] == -1).all())
     assert int(at) - start >= NS
 
 

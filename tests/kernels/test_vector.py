@@ -15,7 +15,9 @@ from yafsdp_fn.communication.sums import add_rows
 pytest.importorskip("triton")
 sum_rows = kernel("yafsdp_fn.util.vector_kernels", "sum_rows")
 scale_ = kernel("yafsdp_fn.util.vector_kernels", "scale_")
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 BLOCK = 1024
 
 
@@ -34,7 +36,8 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
 def test_the_sum_of_rows_is_that_of_a_cpu(
     ranks: int, n: int, out: torch.dtype, wire: torch.dtype, dtype: torch.dtype, add: bool
 ) -> None:
-    rows, wanted = drawn(ranks, n, dtype=wire), drawn(n, dtype=out)
+    rows = drawn(ranks, n, dtype=wire)
+    wanted = drawn(n, dtype=out)
     got = wanted.clone()
     local_sum(wanted, rows, Scratch(rows.device), add=add, dtype=dtype)
     sum_rows(got, rows, dtype, add, False)
@@ -50,7 +53,8 @@ def test_the_sum_of_rows_is_that_of_a_cpu(
 def test_additions_one_by_one_are_those_of_a_cpu(
     ranks: int, n: int, out: torch.dtype, wire: torch.dtype, add: bool
 ) -> None:
-    rows, wanted = drawn(ranks, n, dtype=wire), drawn(n, dtype=out)
+    rows = drawn(ranks, n, dtype=wire)
+    wanted = drawn(n, dtype=out)
     got = wanted.clone()
     add_rows(wanted, rows, Scratch(rows.device), add=add)
     sum_rows(got, rows, torch.promote_types(out, wire), add, True)
@@ -66,7 +70,8 @@ def test_nothing_is_written_behind_the_end() -> None:
 
 @pytest.mark.parametrize(("values", "scale"), [(F32, F32), (BF16, F32), (F32, F64), (F64, F64)])
 def test_a_scale(values: torch.dtype, scale: torch.dtype) -> None:
-    x, factor = drawn(BLOCK + 9, dtype=values), torch.tensor(1 / 3, dtype=scale)
+    x = drawn(BLOCK + 9, dtype=values)
+    factor = torch.tensor(1 / 3, dtype=scale)
     wanted = (x.to(torch.promote_types(values, scale)) * factor).to(values)
     scale_(x, factor)
     assert torch.equal(x, wanted)

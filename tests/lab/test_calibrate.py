@@ -32,19 +32,22 @@ def check(cluster: Cluster, ranks: int) -> None:
     for name in ("node_latency", "network_latency", "contention", "link_contention", "format_seconds"):
         assert 0 <= getattr(cluster, name) < math.inf, (name, cluster)
     assert 2**20 < cluster.memory_bytes < 2**50
-    assert cluster.gpus_per_node == ranks and cluster.host_computes
+    assert cluster.gpus_per_node == ranks
+    assert cluster.host_computes
     assert eval(repr(cluster)) == cluster  # a preset to paste
     trace = on(LARGER["three layers"], (("shard", ranks),))
     visits = tuple(visit._replace(cost=visit.cost._replace(flops=10**6, bwd_flops=2 * 10**6)) for visit in trace.visits)
     timeline = simulate(zero3()(trace._replace(visits=visits)), cluster)
-    assert math.isfinite(timeline.seconds) and timeline.compute_s > 0
+    assert math.isfinite(timeline.seconds)
+    assert timeline.compute_s > 0
     assert (timeline.comm_s > 0) == (ranks > 1)
 
 
 def test_one_rank() -> None:
     cluster = calibrate("laptop", device="cpu", per_node=1)
     check(cluster, 1)
-    assert cluster.name == "laptop" and cluster.contention == cluster.link_contention == 0
+    assert cluster.name == "laptop"
+    assert cluster.contention == cluster.link_contention == 0
     assert cluster.node_bandwidth == cluster.network_bandwidth == pytest.approx(cluster.memory_bandwidth / 2, rel=0.01)
 
 
@@ -64,7 +67,8 @@ def test_two_nodes_of_one_rank(pools: Pools) -> None:
     first, second = pools[2].run(on_ranks, 1)
     assert first == second
     check(first.replace(gpus_per_node=2), 2)
-    assert first.node_bandwidth == pytest.approx(first.memory_bandwidth / 2, rel=0.01) and first.node_latency == 0
+    assert first.node_bandwidth == pytest.approx(first.memory_bandwidth / 2, rel=0.01)
+    assert first.node_latency == 0
 
 
 def test_ranks_that_do_not_fill_nodes(pools: Pools) -> None:

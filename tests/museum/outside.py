@@ -24,7 +24,8 @@ def half(x: torch.Tensor, weights: object) -> tuple[torch.Tensor, None]:
 
 def blocks_are_not_seen() -> None:
     """Two steps of which one has wrong gradients are one program."""
-    state, data = ya.init(model(), TX, mesh=one_rank()), batch()
+    state = ya.init(model(), TX, mesh=one_rank())
+    data = batch()
     programs = [ya.verify(ya.train_step(with_block(it), TX).lower(state, data)) for it in (block, half)]
     assert programs[0].fingerprint() == programs[1].fingerprint()
 

@@ -70,8 +70,10 @@ def sent_too_late() -> Program:
 def crossed() -> Program:
     first = next(at for at, op in enumerate(TWO.stages[1]) if isinstance(op, Receive))
     second = nth(TWO.by_stage[1], Receive, 1)
-    a, b = TWO.stages[1][first], TWO.stages[1][second]
-    assert isinstance(a, Receive) and isinstance(b, Receive)
+    a = TWO.stages[1][first]
+    b = TWO.stages[1][second]
+    assert isinstance(a, Receive)
+    assert isinstance(b, Receive)
     swapped = with_(first, **b._asdict()), with_(second, **a._asdict())
     return on_stage(TWO, 1, *swapped)
 

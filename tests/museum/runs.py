@@ -78,7 +78,8 @@ def positions_apart(mesh: Any) -> None:
 
 def of_any_length(mesh: Any) -> None:
     """Other lengths on each rank and in each step, by one program."""
-    problem, rank = PROBLEMS["base"], mesh.get_rank()
+    problem = PROBLEMS["base"]
+    rank = mesh.get_rank()
     whole = ya.params.without_markers(plain(problem.params(1)))
     params = ya.init(problem.params(1), TX, mesh=mesh).params
     function = ya.value_and_grad(problem.loss, schedule=ya.schedules.zero3())

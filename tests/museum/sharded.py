@@ -56,7 +56,8 @@ def index_reset() -> Program:
 
 def one_buffer() -> Program:
     """Two reductions from one buffer, both after both backwards."""
-    slot, second = (0,), find(PLAIN, Reduce, "a[1]")
+    slot = (0,)
+    second = find(PLAIN, Reduce, "a[1]")
     at = with_(find(PLAIN, Backward, "a[1]"), grad_slots=slot), with_(second, grad_slots=slot)
     return changed(PLAIN, *at, move(find(PLAIN, Reduce, "a[2]"), second - 1))
 

@@ -13,7 +13,9 @@ import yafsdp_fn as ya
 from tests.harness.gpu import on_gpu
 from yafsdp_fn.nn import cross_entropy, linear
 
-V, E, SHAPE = 37, 16, (5, 6)
+V = 37
+E = 16
+SHAPE = (5, 6)
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
@@ -33,7 +35,8 @@ def whole(x: Tensor, weight: Tensor, targets: Tensor, ignore_index: int = -100) 
 
 
 def off(got: Tensor, expected: Tensor) -> float:
-    assert got.dtype == expected.dtype and got.shape == expected.shape
+    assert got.dtype == expected.dtype
+    assert got.shape == expected.shape
     return float(((got - expected).double().norm() / expected.double().norm()).detach())
 
 
@@ -67,10 +70,12 @@ def test_one_gradient_alone(wanted: int) -> None:
 def test_large_logits_and_a_sure_prediction() -> None:
     """Gradients near zero keep their digits: p - 1 is taken of the softmax, and not of what it is summed to."""
     x, weight, targets = problem()
-    x, weight = (300 * x.detach()).requires_grad_(), weight
+    x = (300 * x.detach()).requires_grad_()
+    weight = weight
     best = F.linear(x, weight).argmax(-1)
     for labels in (targets, best):
-        total, expected = ya.linear_cross_entropy(x, weight, labels, chunk=4), whole(x, weight, labels)
+        total = ya.linear_cross_entropy(x, weight, labels, chunk=4)
+        expected = whole(x, weight, labels)
         torch.testing.assert_close(total, expected, rtol=1e-12, atol=1e-300)
         for a, b in zip(*(torch.autograd.grad(y, (x, weight)) for y in (total, expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-13)
@@ -79,7 +84,8 @@ def test_large_logits_and_a_sure_prediction() -> None:
 def test_all_rows_ignored() -> None:
     x, weight, targets = problem()
     total = ya.linear_cross_entropy(x, weight, torch.full_like(targets, -100), chunk=4)
-    assert total == 0 and all(not grad.any() for grad in torch.autograd.grad(total, (x, weight)))
+    assert total == 0
+    assert all(not grad.any() for grad in torch.autograd.grad(total, (x, weight)))
 
 
 def test_no_rows() -> None:
@@ -115,8 +121,10 @@ def test_compiled_in_one_graph() -> None:
 def test_autocast() -> None:
     inputs = problem(torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        got, expected = chunked(*inputs), whole(*inputs)
-    assert got.dtype == torch.float32 and off(got, expected) <= 1e-5
+        got = chunked(*inputs)
+        expected = whole(*inputs)
+    assert got.dtype == torch.float32
+    assert off(got, expected) <= 1e-5
     assert grads_off(got, expected, inputs) <= 1e-2
 
 
@@ -164,7 +172,8 @@ def test_the_kernel_equals_torchs_operations(dtype: torch.dtype, columns: int) -
     factors = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0, 1.0, 1.0, 1.0, 1.0], device="cuda")
     kernel = cross_entropy._softmax_of(logits, labels, -100)
     assert kernel is not cross_entropy._softmax_, "no triton"
-    own, expected = logits.clone(), logits.double()
+    own = logits.clone()
+    expected = logits.double()
     alone = kernel(own, labels, factors, gradient=False)
     assert torch.equal(own, logits)
     losses = kernel(own, labels, factors, gradient=True)
@@ -179,6 +188,7 @@ def test_the_kernel_equals_torchs_operations(dtype: torch.dtype, columns: int) -
 def test_equals_torch_on_a_gpu(dtype: torch.dtype) -> None:
     x, weight, targets = (tensor.detach().cuda() for tensor in problem(dtype))
     inputs = x.requires_grad_(), weight.requires_grad_(), targets
-    got, expected = chunked(*inputs), whole(*inputs)
+    got = chunked(*inputs)
+    expected = whole(*inputs)
     assert off(got, expected) <= min(TOLERANCE[dtype], 1e-5)
     assert grads_off(got, expected, inputs) <= TOLERANCE[dtype]

@@ -32,7 +32,8 @@ def tied_head(weights: tuple[TiedHead, Tensor], x: Tensor, targets: Tensor) -> y
 
 def twice_head(w: Head, x: Tensor, targets: Tensor) -> ya.Mean:
     """Two losses and a regulariser on one weight; its gradient of the first one is asked for inside as well."""
-    first, second = head(w, x, targets).total, head(w, x.flip(-1), targets).total
+    first = head(w, x, targets).total
+    second = head(w, x.flip(-1), targets).total
     if torch.is_grad_enabled() and w.out.requires_grad:
         torch.autograd.grad(first, w.out, retain_graph=True)
     return ya.Mean(3.0 * first + 0.5 * second + ya.linear(x, w.out).square().sum(), 2 * (targets != IGNORED).sum())
@@ -77,7 +78,8 @@ def test_equals_the_plain_loop(mesh: Any, name: str, schedule: str) -> None:
     check_exact(mesh, PROBLEMS[name], layers=2, schedules={schedule: MORE[schedule]}, bits=False)
 
 
-EARLY, LATE = ["gradients"], ["total", "gradients"]
+EARLY = ["gradients"]
+LATE = ["total", "gradients"]
 
 
 @pytest.mark.sampled

@@ -27,14 +27,16 @@ def given(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def derivatives(x: Tensor, w: Tensor, along: Tensor, bias: Tensor | None = None) -> list[Tensor]:
-    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    x = x.clone().requires_grad_()
+    w = w.clone().requires_grad_()
     y = ya.linear(x, ya.formats.Float8(w), bias)
     return [y.detach(), *torch.autograd.grad(y, [x, w], along)]
 
 
 def near(found: list[Tensor], wanted: list[Tensor], part: float) -> None:
     for one, other in zip(found, wanted, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
+        assert one.dtype == other.dtype
+        assert one.shape == other.shape
         assert float((one.double() - other.double()).norm()) <= part * float(other.double().norm())
 
 
@@ -110,11 +112,13 @@ def test_other_uses_are_refused(what: str) -> None:
 
 
 def test_choices_that_cannot_be_are_refused() -> None:
-    matrix, vector = ya.Param((3, 48, 32)), ya.Param((3, 48))
+    matrix = ya.Param((3, 48, 32))
+    vector = ya.Param((3, 48))
     layers = {"up": matrix, "gain": vector, "router": ya.Param((3, 4, 32), compute=torch.float32)}
     chosen = ya.formats.float8({"layers": ya.Stacked(layers), "head": ya.Param((48, 32))})
     names = [name for name, node in chosen["layers"].tree.items() if isinstance(node, ya.formats.Float8)]
-    assert names == ["up"] and isinstance(chosen["head"], ya.Param)
+    assert names == ["up"]
+    assert isinstance(chosen["head"], ya.Param)
     with pytest.raises(ValueError, match=r"where chose layers.gain, of shape \(48,\)"):
         ya.formats.float8({"layers": ya.Stacked(layers)}, lambda path, _: path.endswith("gain"))
     with pytest.raises(ValueError, match="no matrix was chosen"):

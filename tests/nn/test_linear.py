@@ -27,7 +27,9 @@ def node(out: Tensor) -> str:
 
 @pytest.mark.parametrize("shape", [(5,), (2, 5), (2, 3, 5)])
 def test_outside_of_a_visit_they_are_torchs_own(shape: tuple[int, ...]) -> None:
-    x, w, b = torch.randn(shape), torch.randn(4, 5, requires_grad=True), torch.randn(4)
+    x = torch.randn(shape)
+    w = torch.randn(4, 5, requires_grad=True)
+    b = torch.randn(4)
     assert torch.equal(ya.linear(x, w, b), F.linear(x, w, b))
     assert node(ya.linear(x, w)) == node(F.linear(x, w))
     tokens = torch.tensor([[0, 3], [1, 1]])

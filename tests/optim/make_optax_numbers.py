@@ -30,7 +30,8 @@ Tree = dict[str, Any]
 """Leaves by name; a stack that is taken apart is a tuple of its layers."""
 
 FILE = Path(__file__).with_name("optax_0_2_8.json")
-STEPS, SHOWN = 20, (1, 5, 20)
+STEPS = 20
+SHOWN = (1, 5, 20)
 
 SMALL = {"matrix": (5, 7), "stack": (3, 6, 7), "vector": (13,)}
 LARGE = SMALL | {"large": (130, 128), "layers": (2, 128, 131)}
@@ -39,7 +40,8 @@ STACKS = ("layers", "stack")
 
 def values(seed: int, leaf: int, shape: tuple[int, ...]) -> Array:
     """Multiples of 2^-16 in [-1, 1), exact in float32: a hash (splitmix64) of seed, leaf and place."""
-    mask, x = (1 << 64) - 1, np.arange(math.prod(shape), dtype=np.uint64) + np.uint64((1000 * seed + leaf) << 32)
+    mask = (1 << 64) - 1
+    x = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64((1000 * seed + leaf) << 32)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         x = (x ^ (x >> np.uint64(shift))) * np.uint64(factor & mask)
     return ((x >> np.uint64(47)).astype(np.float64) / 2**16 - 1).reshape(shape)
@@ -179,13 +181,15 @@ def run(case: Case, dtype: str) -> dict[str, dict[str, list[float]]]:
     import jax.numpy as jnp
 
     o = optax_names()
-    tx, out = case.make(o), {}
+    tx = case.make(o)
+    out = {}
 
     def given(of: Tree) -> Any:
         return jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), of)
 
     params = given(tree(0, case.shapes, case.apart))
-    state, update = tx.init(params), jax.jit(tx.update)
+    state = tx.init(params)
+    update = jax.jit(tx.update)
     for step in range(1, STEPS + 1):
         updates, state = update(given(gradients(step, case.shapes, case.apart)), state, params)
         params = o.apply_updates(params, updates)

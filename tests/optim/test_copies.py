@@ -25,4 +25,5 @@ def test_working_copies_follow(tx: Any, update: bool) -> None:
         state, _ = step(state, batch(number))
     memory = state.memory
     for master, working in zip(memory.masters(), memory.working.present, strict=True):
-        assert working.dtype == torch.bfloat16 and torch.equal(working, master.bfloat16())
+        assert working.dtype == torch.bfloat16
+        assert torch.equal(working, master.bfloat16())

@@ -54,8 +54,11 @@ def test_trains_shards_as_it_trains_plain_trees_and_unit_by_unit_to_the_same_bit
 
 @pytest.mark.parametrize("name", TXS | WHOLE)
 def test_the_host_reads_nothing(name: str) -> None:
-    tx, params, grads = (TXS | WHOLE)[name], tree(0), tree(1)
-    state, found_inf = tx.init(params), torch.zeros(())
+    tx = (TXS | WHOLE)[name]
+    params = tree(0)
+    grads = tree(1)
+    state = tx.init(params)
+    found_inf = torch.zeros(())
     if name == "lion":
         tx = optim.lion(ramp)  # the mask of a plain tree is read
     with Watch() as watch:
@@ -68,12 +71,17 @@ PLAIN: dict[str, Any] = {name: ALL[name]() for name in ("adamw_masked", "nestero
 
 @pytest.mark.parametrize("name", TXS | WHOLE | PLAIN)
 def test_update_is_pure(name: str) -> None:
-    tx, params, grads = (TXS | WHOLE | PLAIN)[name], tree(0), tree(1)
+    tx = (TXS | WHOLE | PLAIN)[name]
+    params = tree(0)
+    grads = tree(1)
     state = tx.init(params)
     before = bits((params, grads, state))
-    first, second = tx.update(grads, state, params), tx.update(grads, state, params)
-    assert bits((params, grads, state)) == before and bits(first) == bits(second)
-    assert tx.elementwise and optree.tree_structure(first[1]) == optree.tree_structure(state)
+    first = tx.update(grads, state, params)
+    second = tx.update(grads, state, params)
+    assert bits((params, grads, state)) == before
+    assert bits(first) == bits(second)
+    assert tx.elementwise
+    assert optree.tree_structure(first[1]) == optree.tree_structure(state)
 
 
 @pytest.mark.parametrize("name", TXS | WHOLE)

@@ -222,7 +222,8 @@ def test_owners_hold_a_part_and_share_the_work() -> None:
 
 def exchanged(step: Any, state: Any, batch: Any) -> tuple[int, int]:
     """Bytes that this rank sends in the exchanges of a step, and what the program says that ranks do on average."""
-    program, comms = step.lower(state, batch), state.memory.comms
+    program = step.lower(state, batch)
+    comms = state.memory.comms
     found: list[int] = []
     real = GlooGroup.exchange
 
@@ -260,7 +261,8 @@ def test_soap_says_how_to_leave_out_what_is_no_matrix(mesh: Any) -> None:
     (said,) = re.findall(r"where=(lambda .*?), or to", str(error.value))
     tx = optim.contrib.soap(0.02, where=eval(said))
     precision = ya.Precision(torch.float64)
-    state, expected = ya.init(tree, tx, mesh=mesh, precision=precision), ya.PlainState.create(tree, tx)
+    state = ya.init(tree, tx, mesh=mesh, precision=precision)
+    expected = ya.PlainState.create(tree, tx)
     expected = ya.PlainState.create(optree.tree_map(torch.Tensor.double, expected.params), tx)
     for number in range(3):
         expected = expected.apply_gradients(ya.normal_like(number, expected.params), tx)

@@ -30,7 +30,8 @@ from tests.optim.test_on_ranks import TXS, trained
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.planner.costs import Costs
 
-o, s = ya.optim, ya.schedules
+o = ya.optim
+s = ya.schedules
 ADAMW = o.chain(o.clip_by_global_norm(1.0), o.adamw(1e-2, weight_decay=0.1, mask=lambda path, p: len(p.shape) > 1))
 RMSPROP = o.rmsprop(1e-2, momentum=0.5)
 MIXED = ya.Precision(compute=torch.bfloat16, reduce=torch.float32)
@@ -72,7 +73,8 @@ def same(mesh: Any, where: str, kind: str, optimizer: str, schedule: str, parts:
     abstract = tree(Wire(), kind)
     states = [ya.init(abstract, tx, mesh=mesh, precision=MIXED) for tx in (here, there)]
     steps = [ya.train_step(loss, tx, schedule=SCHEDULES[schedule], microbatches=parts) for tx in (here, there)]
-    assert on_host(states[1]) and not on_host(states[0])
+    assert on_host(states[1])
+    assert not on_host(states[0])
     for number in range(3):
         batch = batch_of(mesh.get_rank(), seed=number)
         after = [step(state, batch) for step, state in zip(steps, states, strict=True)]
@@ -134,7 +136,8 @@ def test_over_tensor(_: Any) -> None:
     for params in (abstract, ya.lora(abstract, 4, lambda path, _: path.endswith("up"))):
         found = []
         for tx in OPTIMIZERS["adamw"]:
-            state, step = ya.init(params, tx, mesh=mesh), ya.train_step(split_loss, tx)
+            state = ya.init(params, tx, mesh=mesh)
+            step = ya.train_step(split_loss, tx)
             for number in range(2):
                 state, _ = step(state, ya.shard_batch(batch_of(0, rows=4, seed=number), mesh))
             found.append(ya.checksum(state))
@@ -146,8 +149,10 @@ def test_other_ways_to_take_a_step(mesh: Any) -> None:
     """Gradients by `value_and_grad`, a step that is left out, copies, and a loss that fails: the bits of the device."""
     found = []
     for tx in OPTIMIZERS["adamw"]:
-        state, batch = ya.init(tree(Wire()), tx, mesh=mesh), batch_of(mesh.get_rank())
-        step, sums = ya.train_step(loss, tx, schedule=SCHEDULES["updates inside"]), []
+        state = ya.init(tree(Wire()), tx, mesh=mesh)
+        batch = batch_of(mesh.get_rank())
+        step = ya.train_step(loss, tx, schedule=SCHEDULES["updates inside"])
+        sums = []
         _, grads = ya.value_and_grad(loss)(state.params, batch)
         state = state.apply_gradients(grads, tx)
         for _ in range(2):
@@ -172,7 +177,8 @@ def test_other_ways_to_take_a_step(mesh: Any) -> None:
 @on_ranks(1, 2, nightly(3))
 def test_checkpoints_of_both_kinds_are_one(mesh: Any, tmp_path: Path) -> None:
     """Checkpoints of both kinds are read by both, and `ya.shard` takes a state there and back."""
-    batch, step = batch_of(mesh.get_rank()), {tx: ya.train_step(loss, tx) for tx in OPTIMIZERS["adamw"]}
+    batch = batch_of(mesh.get_rank())
+    step = {tx: ya.train_step(loss, tx) for tx in OPTIMIZERS["adamw"]}
     for number, (tx, other) in enumerate((OPTIMIZERS["adamw"], OPTIMIZERS["adamw"][::-1])):
         state, _ = step[tx](ya.init(tree(Wire()), tx, mesh=mesh), batch)
         ya.checkpoint.save(tmp_path / str(number), state)
@@ -205,7 +211,8 @@ def test_on_a_plain_tree_nothing_moves() -> None:
     tx = o.on_host(ADAMW)
     updates, state = tx.update(params, tx.init(params), params)
     expected, _ = ADAMW.update(params, ADAMW.init(params), params)
-    assert torch.equal(updates["w"], expected["w"]) and int(state[1][0].count) == 1
+    assert torch.equal(updates["w"], expected["w"])
+    assert int(state[1][0].count) == 1
 
 
 def test_a_promise_is_still_tried() -> None:

@@ -148,7 +148,8 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 def refused(mesh: Any, name: str, in_program: bool) -> list[str]:
     """What is said, and by whom: of a step, of `apply_gradients` and of a plain tree; states stay as they were."""
-    tx, said = REFUSED[name][0], []
+    tx = REFUSED[name][0]
+    said = []
     state, plain_state = ya.init(model(), tx, mesh=mesh, precision=F64), ya.PlainState.create(model(), tx)
     step = ya.train_step(loss, tx, schedule=ya.schedules.zero3(update=in_program), skip_nonfinite=False)
     before = ya.unshard(state.params)

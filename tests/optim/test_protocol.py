@@ -15,9 +15,12 @@ from yafsdp_fn import optim
 def test_states_have_optax_names_and_the_structure_of_the_parameters() -> None:
     params = model(0)
     adam, decay, rate = optim.adamw(optim.constant_schedule(0.1)).init(params)
-    assert adam._fields == ("count", "mu", "nu") and decay == optim.EmptyState() and rate._fields == ("count",)
+    assert adam._fields == ("count", "mu", "nu")
+    assert decay == optim.EmptyState()
+    assert rate._fields == ("count",)
     assert optree.tree_structure(adam.mu) == optree.tree_structure(params)
-    assert adam.count.shape == () and adam.count.dtype == torch.int32
+    assert adam.count.shape == ()
+    assert adam.count.dtype == torch.int32
     assert optree.tree_structure(optim.trace(0.9).init(params).trace) == optree.tree_structure(params)
     assert optim.sgd(0.1).init(params) == (optim.EmptyState(), optim.EmptyState())
 
@@ -94,7 +97,8 @@ def test_apply_updates_keeps_the_dtype() -> None:
 
 
 def test_a_norm_inside_masked_is_that_of_the_masked_leaves() -> None:
-    params, grads = model(0), model(1)
+    params = model(0)
+    grads = model(1)
     tx = optim.masked(optim.clip_by_global_norm(1e-3), matrices)
     updates, _ = tx.update(grads, tx.init(params))
     assert updates.layers.weight.norm().item() == pytest.approx(1e-3, rel=1e-5)
@@ -119,7 +123,8 @@ def test_negative_settings_are_refused_as_torch_does(setting: str) -> None:
 
 @pytest.mark.parametrize("later", [-0.5, float("nan")])
 def test_a_schedule_that_falls_below_zero_is_refused_there(later: float) -> None:
-    params, grads = model(0), model(1)
+    params = model(0)
+    grads = model(1)
     rates = iter((0.5, later))
     tx = optim.sgd(lambda count: next(rates))
     _, state = tx.update(grads, tx.init(params))

@@ -60,7 +60,8 @@ def test_values(name: str, count: int) -> None:
     assert isinstance(value, float)
     assert value == pytest.approx(expected(count), rel=1e-12, abs=1e-15)
     on_device = schedule(torch.tensor(count, dtype=torch.int32))
-    assert on_device.shape == () and on_device.dtype == torch.float64
+    assert on_device.shape == ()
+    assert on_device.dtype == torch.float64
     assert on_device.item() == pytest.approx(expected(count), rel=1e-12, abs=1e-15)
 
 

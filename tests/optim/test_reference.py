@@ -45,7 +45,9 @@ def like_optax(case: Case, dtype: torch.dtype, in_place: bool) -> dict[str, Any]
     def tensors(of: Any) -> Any:
         return optree.tree_map(lambda leaf: torch.from_numpy(leaf).to(dtype), of)
 
-    tx, params, shown = case.make(ALL), tensors(tree(0, case.shapes, case.apart)), {}
+    tx = case.make(ALL)
+    params = tensors(tree(0, case.shapes, case.apart))
+    shown = {}
     state = tx.init(params)
     for step in range(1, SHOWN[-1] + 1):
         grads = tensors(gradients(step, case.shapes, case.apart))
@@ -80,7 +82,8 @@ def test_equals_optax(name: str, in_place: bool, monkeypatch: pytest.MonkeyPatch
             for at, (path, leaf) in enumerate(leaves.items()):
                 *elements, total = digest(leaf.numpy(), at)
                 where = f"{path} after {step} steps in {dtype}"
-                largest, norm = float(leaf.abs().max()), float(leaf.double().norm())
+                largest = float(leaf.abs().max())
+                norm = float(leaf.double().norm())
                 np.testing.assert_allclose(elements, expected[path][:3], 0, tolerance * largest, err_msg=where)
                 np.testing.assert_allclose(total, expected[path][3], 0, tolerance * norm, err_msg=where)
 

@@ -72,7 +72,9 @@ def test_equals_the_definition_over_steps_with_a_skip(
 ) -> None:
     tx = clipped(ALL[name]()) if clip else ALL[name]()
     params = model(0, dtype, device)
-    expected, state, expected_state = clone(params), tx.init(params), tx.init(params)
+    expected = clone(params)
+    state = tx.init(params)
+    expected_state = tx.init(params)
     for step in range(6):
         grads = model(step + 1, dtype, device)
         bad = step in (0, 3)
@@ -97,8 +99,11 @@ def test_cuda_never_waits_for_the_device() -> None:
         if "mask" in name or name == "two_rates":  # the mask of a plain tree is read
             continue
         tx = clipped(make())
-        params, grads, state = model(0, device="cuda"), model(1, device="cuda"), tx.init(model(0, device="cuda"))
-        scale, found_inf = torch.ones((), device="cuda"), torch.zeros((), device="cuda")
+        params = model(0, device="cuda")
+        grads = model(1, device="cuda")
+        state = tx.init(model(0, device="cuda"))
+        scale = torch.ones((), device="cuda")
+        found_inf = torch.zeros((), device="cuda")
         torch.cuda.set_sync_debug_mode("error")
         try:
             optim.step_(tx, params, grads, state, scale=scale, found_inf=found_inf)
@@ -108,7 +113,8 @@ def test_cuda_never_waits_for_the_device() -> None:
 
 def test_a_norm_that_is_given_is_the_one_that_clips() -> None:
     tx = optim.chain(optim.clip_by_global_norm(1.0), optim.clip_by_global_norm(0.5), optim.sgd(1.0))
-    params, grads = model(0), model(1)
+    params = model(0)
+    grads = model(1)
     expected = optree.tree_map(lambda p, g: p - g / 2 * (1 / 16) * (0.5 / 1.0), params, grads)
     optim.step_(tx, params, grads, tx.init(params), scale=torch.tensor(2.0), grad_norm=torch.tensor(16.0))
     assert_close(params, expected, 1e-6)
@@ -116,7 +122,8 @@ def test_a_norm_that_is_given_is_the_one_that_clips() -> None:
 
 def test_a_small_gradient_is_not_scaled_up() -> None:
     tx = optim.chain(optim.clip_by_global_norm(1e6), optim.sgd(1.0))
-    params, grads = model(0), model(1)
+    params = model(0)
+    grads = model(1)
     expected = optree.tree_map(torch.sub, params, grads)
     optim.step_(tx, params, grads, tx.init(params), scale=torch.tensor(1.0))
     assert bits(params) == bits(expected)
@@ -125,7 +132,8 @@ def test_a_small_gradient_is_not_scaled_up() -> None:
 @pytest.mark.parametrize("name", FUSED)
 def test_fused_reads_nothing_back_and_allocates_nothing(name: str) -> None:
     tx = clipped(FUSED[name]())
-    params, grads = Model(*clone(model(0))), model(1)
+    params = Model(*clone(model(0)))
+    grads = model(1)
     state = tx.init(params)
     scalars = {"scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0), "grad_norm": torch.tensor(3.0)}
     addresses = [leaf.data_ptr() for leaf in optree.tree_leaves((params, state))]
@@ -141,7 +149,9 @@ def test_fused_reads_nothing_back_and_allocates_nothing(name: str) -> None:
 @pytest.mark.parametrize("name", [n for n in GENERAL if n not in ("masked_whole", "two_rates")])
 def test_the_general_path_reads_nothing_back(name: str) -> None:
     tx = clipped(GENERAL[name]())
-    params, grads, state = model(0), model(1), tx.init(model(0))
+    params = model(0)
+    grads = model(1)
+    state = tx.init(model(0))
     with Watch() as watch:
         optim.step_(tx, params, grads, state, scale=torch.tensor(2.0), found_inf=torch.tensor(0.0))
     assert not any("_fused_" in op for op in watch.ops)
@@ -150,7 +160,8 @@ def test_the_general_path_reads_nothing_back(name: str) -> None:
 
 def test_gradients_of_another_order_or_dtype() -> None:
     tx = optim.adamw(0.1)
-    weight, gradient = torch.randn(4, 3), torch.randn(3, 4)
+    weight = torch.randn(4, 3)
+    gradient = torch.randn(3, 4)
     expected, _ = defined_step(tx, [weight.clone()], [gradient.t()], tx.init([weight]))
     params = [weight]
     optim.step_(tx, params, [gradient.t()], tx.init(params))
@@ -175,7 +186,8 @@ def test_half_precision_keeps_dtypes() -> None:
     dtype = torch.bfloat16
     for make in ALL.values():
         tx = clipped(make())
-        params, state = model(0, dtype), tx.init(model(0, dtype))
+        params = model(0, dtype)
+        state = tx.init(model(0, dtype))
         dtypes = [leaf.dtype for leaf in optree.tree_leaves((params, state))]
         expected, _ = defined_step(tx, clone(params), model(1, dtype), state)
         state = optim.step_(tx, params, model(1, dtype), state, scale=torch.tensor(1.0))
@@ -188,7 +200,8 @@ def test_half_precision_keeps_dtypes() -> None:
 def test_a_step_of_16_bit_parameters_moves_every_element(name: str, dtype: torch.dtype) -> None:
     """torch's fused SGD on the CPU moves only the last few."""
     tx = FUSED[name]()
-    params, grads = [torch.full((100,), 0.5, dtype=dtype)], [torch.full((100,), 2.0, dtype=dtype)]
+    params = [torch.full((100,), 0.5, dtype=dtype)]
+    grads = [torch.full((100,), 2.0, dtype=dtype)]
     expected, _ = defined_step(FUSED[name](), [torch.tensor([0.5])], [torch.tensor([2.0])], tx.init([torch.zeros(1)]))
     if name == "nesterov":  # its ramp begins at 0.01
         assert expected[0].item() == pytest.approx(0.5 - 0.01 * 2.0 * 1.9)
@@ -219,7 +232,8 @@ def test_an_empty_tree_takes_a_step() -> None:
 
 
 def test_a_gradient_of_another_shape_is_named() -> None:
-    params, grads = model(0), model(1)
+    params = model(0)
+    grads = model(1)
     wrong = grads._replace(layers=grads.layers._replace(norm=torch.zeros(2, 7)))
     with pytest.raises(
         ValueError, match=r"gradient of layers\.norm should be like torch\.float32 \(3, 7\), got .*2, 7"

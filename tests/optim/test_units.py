@@ -107,8 +107,10 @@ def equals_the_separate_step(name: str, data: st.DataObject) -> None:
     where = {"dtype": dtype, "rank": rank, "length": lambda numel: numel // (rank + 1) + extra}
     tx = clipped(UNITWISE[name]()) if data.draw(st.booleans()) else UNITWISE[name]()
     grad_dtype = data.draw(st.sampled_from([dtype, torch.bfloat16]))
-    params, expected = shards(0, **where), shards(0, **where)
-    state, expected_state = tx.init(params), tx.init(expected)
+    params = shards(0, **where)
+    expected = shards(0, **where)
+    state = tx.init(params)
+    expected_state = tx.init(expected)
     memory = shards(0, **where | {"dtype": grad_dtype})
     steps = UnitSteps(tx, params, memory, state)
     first = bits(params)
@@ -138,8 +140,10 @@ def test_scalars_may_be_left_out(name: str, device: str) -> None:
         return optree.tree_map(lambda leaf: leaf.to(device), shards(seed))
 
     tx = UNITWISE[name]()
-    params, expected = there(0), there(0)
-    state, expected_state = tx.init(params), tx.init(expected)
+    params = there(0)
+    expected = there(0)
+    state = tx.init(params)
+    expected_state = tx.init(expected)
     optim.step_(tx, expected, there(1), expected_state)
     steps = UnitSteps(tx, params, there(1), state)
     for unit in reversed(UNITS):
@@ -162,7 +166,8 @@ def test_threads_leave_no_mark(name: str, dtype: torch.dtype, rest: int) -> None
                 return list(torch.randn(3, n, generator=_rng(seed)).to(dtype).unbind())  # noqa: B023
 
             torch.set_num_threads(threads)
-            params, tx = leaves(0), FUSED[name]()
+            params = leaves(0)
+            tx = FUSED[name]()
             state = tx.init(params)
             for step in range(3):
                 optim.step_(tx, params, leaves(step + 1), state, scale=torch.tensor(1.7))
@@ -185,7 +190,8 @@ def test_runs_are_aligned_for_vector_loads() -> None:
 @pytest.mark.parametrize(("name", "kernels"), [("adamw", 1), ("adamw_masked", 2), ("nesterov", 1)])
 def test_several_units_are_one_call_that_allocates_nothing(name: str, kernels: int) -> None:
     tx = clipped(UNITWISE[name]())
-    params, grads = shards(0), shards(1)
+    params = shards(0)
+    grads = shards(1)
     steps = UnitSteps(tx, params, grads, tx.init(params))
     scalars = {"scale": torch.tensor(2.0), "found_inf": torch.tensor(0.0), "grad_norm": torch.tensor(3.0)}
     for units in (UNITS[::2], UNITS[1::2]):  # with and without decay in each
@@ -199,7 +205,8 @@ def test_several_units_are_one_call_that_allocates_nothing(name: str, kernels: i
 
 class TestErrors:
     def steps(self, tx: Any = None) -> UnitSteps:
-        tx, params = tx or optim.adamw(0.1), shards(0, length=round_up)
+        tx = tx or optim.adamw(0.1)
+        params = shards(0, length=round_up)
         return UnitSteps(tx, params, shards(1, length=round_up), tx.init(params))
 
     def test_another_gradient(self) -> None:
@@ -209,7 +216,8 @@ class TestErrors:
             UnitSteps(tx, params, shards(0) | {"head": optree.tree_map(lambda x: x[1:], shards(0)["head"])}, ())
 
     def test_a_plain_tree(self) -> None:
-        tx, params = optim.adamw(0.1), {"a": {"w": torch.zeros(3)}}
+        tx = optim.adamw(0.1)
+        params = {"a": {"w": torch.zeros(3)}}
         with pytest.raises(TypeError, match=r"a\.w is torch\.float32 \(3,\), no sharded handle"):
             UnitSteps(tx, params, clone(params), tx.init(params)).run([1])
 
@@ -248,7 +256,9 @@ class TestErrors:
                 steps.run(units)
 
     def test_another_memory(self) -> None:
-        tx, params, grads = optim.adamw(0.1), shards(0), shards(1)
+        tx = optim.adamw(0.1)
+        params = shards(0)
+        grads = shards(1)
         state = tx.init(params)
         steps = UnitSteps(tx, params, grads, state)
         assert steps.fits(trainable(params), grads, state)

@@ -30,7 +30,9 @@ def test_values_depend_on_the_generator_alone(name: str, dtype: torch.dtype) -> 
     first = draw(init, (3, 5), dtype)
     torch.rand(())
     assert torch.equal(first, draw(init, (3, 5), dtype))
-    assert first.shape == (3, 5) and first.dtype == dtype and not first.requires_grad
+    assert first.shape == (3, 5)
+    assert first.dtype == dtype
+    assert not first.requires_grad
     torch.set_rng_state(before)
     draw(init)
     assert torch.equal(torch.get_rng_state(), before)  # the global generator is left alone
@@ -44,7 +46,9 @@ def test_odd_shapes(name: str, shape: tuple[int, ...]) -> None:
 
 def test_normal() -> None:
     x = draw(MAKERS["normal"])
-    assert abs(x.mean()) < 0.003 and abs(x.std() - 0.1) < 0.003 and x.abs().max() > 0.3
+    assert abs(x.mean()) < 0.003
+    assert abs(x.std() - 0.1) < 0.003
+    assert x.abs().max() > 0.3
 
 
 def test_truncated_normal_is_cut_at_two_deviations() -> None:
@@ -56,9 +60,12 @@ def test_truncated_normal_is_cut_at_two_deviations() -> None:
 
 def test_uniform() -> None:
     x = draw(MAKERS["uniform"])
-    assert 0.29 < x.max() <= 0.3 and -0.3 <= x.min() < -0.29 and abs(x.mean()) < 0.005
+    assert 0.29 < x.max() <= 0.3
+    assert -0.3 <= x.min() < -0.29
+    assert abs(x.mean()) < 0.005
 
 
 def test_constants() -> None:
-    assert draw(MAKERS["zeros"]).eq(0).all() and draw(MAKERS["ones"]).eq(1).all()
+    assert draw(MAKERS["zeros"]).eq(0).all()
+    assert draw(MAKERS["ones"]).eq(1).all()
     assert draw(MAKERS["constant"]).eq(-2.5).all()

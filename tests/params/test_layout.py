@@ -30,12 +30,14 @@ def test_offsets_and_padding(found: list[tuple[int, ...]], ranks: int) -> None:
     layout = layout_of(*found)
     at = 0
     for offset, size, shape in zip(layout.offsets, layout.sizes, found, strict=True):
-        assert offset % ALIGN == 0 and size == math.prod(shape)
+        assert offset % ALIGN == 0
+        assert size == math.prod(shape)
         assert 0 <= offset - at < ALIGN  # leaves in order, none on another, gaps only for alignment
         at = offset + size
     assert layout.numel == at
     n = layout.shard_numel(ranks)
-    assert n % ALIGN == 0 and layout.padded_numel(ranks) == n * ranks
+    assert n % ALIGN == 0
+    assert layout.padded_numel(ranks) == n * ranks
     assert 0 <= n * ranks - layout.numel < ALIGN * ranks  # padding at the tail, less than one step of alignment a rank
     assert layout.padded_numel(1) == round_up(layout.numel)
 
@@ -108,7 +110,8 @@ def test_one_object_at_two_places_is_two_entries() -> None:
 
 def test_equal_trees_have_equal_layouts_whatever_their_values() -> None:
     one, two = (tree_layout({"a": ya.Stacked({"w": torch.rand(2, 3)})})[0] for _ in range(2))
-    assert one == two and hash(one) == hash(two)
+    assert one == two
+    assert hash(one) == hash(two)
     assert one != tree_layout({"a": ya.Stacked({"w": torch.rand(2, 4)})})[0]
     assert one != tree_layout({"a": ya.Stacked({"w": torch.rand(3, 3)})})[0]
     assert one != tree_layout({"a": {"w": torch.rand(2, 3)}})[0]

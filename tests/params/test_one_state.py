@@ -43,7 +43,8 @@ def read(params: Any) -> None:
 
 
 STEP = ya.train_step(loss, TX)
-EVALUATE, GRADIENT = ya.eval_step(loss), ya.value_and_grad(loss)
+EVALUATE = ya.eval_step(loss)
+GRADIENT = ya.value_and_grad(loss)
 VERBS: dict[str, Callable[[Any, Tensor, Path], Any]] = {
     "step": lambda state, x, _: ya.train_step(loss, TX)(state, x),
     "known step": lambda state, x, _: STEP(state, x),
@@ -79,7 +80,8 @@ def test_a_rank_that_calls_a_verb_of_all_ranks_alone_says_so(pools: dict[int, Po
 def swapped(_: Any, folder: Path, ranks: int, how: str, stages: bool) -> dict[str, tuple[str, str]]:
     """What each verb says, of the teacher on the last rank and of the student on all others; and then of one state."""
     mesh, last = breakable_stages(2) if stages else breakable(), torch.distributed.get_rank() == ranks - 1
-    x, found = torch.ones(4), {}
+    x = torch.ones(4)
+    found = {}
     for verb in VERBS:
         student = state_of(mesh, 0)
         teacher = student.copy() if how == "copy" else state_of(mesh, 1)
@@ -104,7 +106,8 @@ def test_ranks_with_another_state_are_told(
                 said,
             )
             first, second = re.findall(r"\n    rank (\S+(?:, \d+)?): state (\d+), step 0", said)
-            assert first[0] == ", ".join(map(str, range(ranks - 1))) and second[0] == str(ranks - 1)
+            assert first[0] == ", ".join(map(str, range(ranks - 1)))
+            assert second[0] == str(ranks - 1)
             assert first[1] != second[1]
             assert then == "returned", (verb, then)
     assert not [name for name in os.listdir(tmp_path) if name not in ("kept", "kept.partial")]
@@ -113,11 +116,13 @@ def test_ranks_with_another_state_are_told(
 @on_ranks(2)
 def test_a_step_compares_nothing_more(mesh: Any) -> None:
     """A known step has no collectives on the host, and one sum of its metrics."""
-    state, x = state_of(mesh, 0), torch.ones(4)
+    state = state_of(mesh, 0)
+    x = torch.ones(4)
     comms = communicators(mesh)
     for _ in range(2):
         state, _ = STEP(state, x)
-    control, sums = [], []
+    control = []
+    sums = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(comms, "same_on_all", lambda *args, **_: control.append(args) or True)
         patch.setattr(comms, "numbers_of_all", lambda *args, **_: control.append(args))
@@ -133,7 +138,8 @@ def test_a_copy_of_one_rank_is_no_difference(mesh: Any) -> None:
     state = state_of(mesh, 0)
     if mesh.get_rank() == 1:
         state.copy()
-    other, x = state_of(mesh, 1), torch.ones(4)
+    other = state_of(mesh, 1)
+    x = torch.ones(4)
     ya.eval_step(loss)(other, x)
     ya.train_step(loss, TX)(state, x)  # the ranks agree
 

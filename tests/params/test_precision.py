@@ -12,7 +12,9 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.small import one_rank, param
 
-BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+BF16 = torch.bfloat16
+F32 = torch.float32
+F64 = torch.float64
 
 
 def test_defaults_follow_param() -> None:
@@ -36,7 +38,8 @@ def test_a_copy_is_kept_or_not() -> None:
 
 
 def test_accumulate_is_none_or_at_least_as_wide_as_reduce() -> None:
-    assert ya.Precision().sum_dtype_of(F32) is None and ya.Precision(accumulate=F32).sum_dtype_of(F32) is None
+    assert ya.Precision().sum_dtype_of(F32) is None
+    assert ya.Precision(accumulate=F32).sum_dtype_of(F32) is None
     assert ya.Precision(reduce=BF16).sum_dtype_of(BF16) is None
     assert ya.Precision(reduce=BF16, accumulate=F32).sum_dtype_of(BF16) is F32
     assert ya.Precision(accumulate=F64).sum_dtype_of(F32) is F64

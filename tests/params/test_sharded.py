@@ -23,7 +23,8 @@ def params(seed: int = 0) -> Model:
 
 def test_the_container_is_the_users() -> None:
     found = params()
-    assert type(found) is Model and all(is_sharded(node) for node in found)
+    assert type(found) is Model
+    assert all(is_sharded(node) for node in found)
     assert [handle.entry.name for handle in handles({"x": [found, 3]})] == ["embed", "layers", "head"]
 
 
@@ -35,7 +36,8 @@ def test_leaves_are_flat_shards() -> None:
 
 
 def test_structures_compare_layouts_not_states() -> None:
-    one, two = params(0), params(1)
+    one = params(0)
+    two = params(1)
     assert optree.tree_structure(one) == optree.tree_structure(two)
     assert torch_pytree.tree_structure(one) == torch_pytree.tree_structure(two)
     assert hash(optree.tree_structure(one)) == hash(optree.tree_structure(two))
@@ -44,7 +46,8 @@ def test_structures_compare_layouts_not_states() -> None:
 
 
 def test_what_is_not_there_is_not_there() -> None:
-    assert not hasattr(params().embed, "__array__") and not hasattr(params().embed, "weight")
+    assert not hasattr(params().embed, "__array__")
+    assert not hasattr(params().embed, "weight")
 
 
 def frozen_tree() -> Any:
@@ -89,7 +92,8 @@ def test_a_mask_covers_exactly_the_leaves_that_pass() -> None:
             assert view.eq(len(shape) > 1).all()
         assert not any(gap.any() for gap in group.layout.gaps(bits))
     halved = optree.tree_map(lambda x, m: torch.where(m, x / 2, x), state.params, mask)
-    whole, before = ya.unshard(halved), ya.unshard(state)
+    whole = ya.unshard(halved)
+    before = ya.unshard(state)
     assert torch.equal(whole.layers["up"], before.layers["up"] / 2)
     assert torch.equal(whole.layers["bias"], before.layers["bias"])
 

@@ -41,15 +41,20 @@ def test_a_leaf_keeps_its_values_when_others_come_and_go() -> None:
 def test_layers_of_a_stack_differ_and_the_depth_does_not_matter() -> None:
     two = ya.materialize({"s": ya.Stacked({"w": param(2, 5)})})["s"]["w"]
     four = ya.materialize({"s": ya.Stacked({"w": param(4, 5)})})["s"]["w"]
-    assert torch.equal(two, four[:2]) and len({tuple(row.tolist()) for row in four}) == 4
+    assert torch.equal(two, four[:2])
+    assert len({tuple(row.tolist()) for row in four}) == 4
 
 
 def test_on_meta_there_are_shapes_and_dtypes_alone() -> None:
     layers = ya.Stacked({"w": param(2, 5), "base": ya.frozen(param(2, 3), torch.bfloat16)})
     lazy = ya.Lazy((4,), torch.float64, lambda layer: torch.ones(1 // 0))
-    here, meta = ya.materialize({"s": layers}), ya.materialize({"s": layers, "z": lazy}, device="meta")
-    assert meta["s"]["w"].is_meta and meta["z"].is_meta and meta["z"].dtype == torch.float64
-    assert here["s"]["base"].dtype == torch.bfloat16 and here["s"]["w"].dtype == torch.float32
+    here = ya.materialize({"s": layers})
+    meta = ya.materialize({"s": layers, "z": lazy}, device="meta")
+    assert meta["s"]["w"].is_meta
+    assert meta["z"].is_meta
+    assert meta["z"].dtype == torch.float64
+    assert here["s"]["base"].dtype == torch.bfloat16
+    assert here["s"]["w"].dtype == torch.float32
     for name, leaf in here["s"].items():
         assert (meta["s"][name].shape, meta["s"][name].dtype) == (leaf.shape, leaf.dtype)
 
@@ -85,7 +90,8 @@ def test_init_holds_never_more_than_one_layer() -> None:
 
 def test_lazy_leaves_are_loaded_layer_by_layer() -> None:
     calls: list[tuple[str, int | None]] = []
-    stack, single = torch.rand(3, 4, 5), torch.rand(6)
+    stack = torch.rand(3, 4, 5)
+    single = torch.rand(6)
 
     def load(name: str, tensor: Tensor) -> Source:
         def give(layer: int | None) -> Tensor:

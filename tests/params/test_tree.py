@@ -56,7 +56,8 @@ def test_names_are_dotted_paths_without_markers() -> None:
 def test_strip() -> None:
     stripped = ya.params.without_markers(sample())
     assert stripped == {"b": {"w": 1, "u": [2, 3]}, "a": Pair({"x": 4}, (5, None, 6))}
-    assert type(stripped["a"]) is Pair and not has_marker(stripped)
+    assert type(stripped["a"]) is Pair
+    assert not has_marker(stripped)
     plain = {"a": [1]}
     assert ya.params.without_markers(plain) is plain
     assert ya.params.without_markers(ya.Unit(ya.Stacked(3))) == 3
@@ -94,8 +95,11 @@ def test_bad_shapes_are_refused(shape: Any) -> None:
 
 def test_params() -> None:
     param = ya.Param([2, 3])
-    assert param.shape == (2, 3) and param.ndim == 2 and param.dtype == torch.float32
-    assert hash(param) == hash(ya.Param((2, 3))) and param == ya.Param((2, 3)) != ya.Param((3, 2))
+    assert param.shape == (2, 3)
+    assert param.ndim == 2
+    assert param.dtype == torch.float32
+    assert hash(param) == hash(ya.Param((2, 3)))
+    assert param == ya.Param((2, 3)) != ya.Param((3, 2))
     assert optree.tree_leaves({"a": param}) == [param]  # a leaf, not a container of its shape
     with pytest.raises(TypeError, match=r"Param dtype torch.int64: .* pass integers in the batch"):
         ya.Param((1,), torch.int64)

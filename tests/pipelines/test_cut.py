@@ -53,7 +53,8 @@ def cuts(visits: int, segments: int) -> Iterator[Segments]:
 )
 def test_what_is_assigned_can_be_cut(uses: Sequence[Sequence[int]], stages: int, segments: Any) -> None:
     whole = cut(step(uses), assign(step(uses), stages))
-    assert whole.split is not None and whole.split.segments == segments
+    assert whole.split is not None
+    assert whole.split.segments == segments
     assert right(verify(gpipe(zero2())(on_stages(whole))))
 
 
@@ -97,7 +98,8 @@ def test_segments_begin_at_units_by_name() -> None:
     ):
         assignment = assign(trace, at=at, **options)
         whole = cut(trace, assignment)
-        assert whole.split is not None and whole.split.segments == segments
+        assert whole.split is not None
+        assert whole.split.segments == segments
         assert assignment.units[0] == ((0, len(segments) - 1))
         assert assignment.homes == (assign(trace, **options).homes)
     for stages, wrong in ((2, []), (2, ["u1", "u2"]), (2, ["u0"]), (2, ["u9"]), (2, "u1"), (3, ["u3", "u1"])):
@@ -110,7 +112,8 @@ def test_what_no_visit_uses_is_where_the_assignment_has_it() -> None:
     trace = step([[0], [2]])  # and unit 1
     homes = (0, 1)
     first, second = (cut(trace, Assignment(((0,), of, (1,)), homes)) for of in ((), (1,)))
-    assert first.split is not None and second.split is not None
+    assert first.split is not None
+    assert second.split is not None
     assert (first.split.unused, second.split.unused) == ((), ((1, 1),))
     for whole, stage in (first, 0), (second, 1):
         made = verify(gpipe(zero2())(on_stages(whole)))

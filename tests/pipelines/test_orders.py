@@ -87,7 +87,8 @@ def test_what_orders_keep() -> None:
 @pytest.mark.parametrize("stages", [2, 3, 4, 5, 8, 12])
 def test_v_shapes_of_less_memory(stages: int) -> None:
     """What Qi et al. (2024) give for them: a half and a third of the microbatches, and two thirds of the idle time."""
-    of, M = split("v_min", stages), 3 * stages
+    of = split("v_min", stages)
+    M = 3 * stages
     for order, most, idle in (
         (orders.v_half_calls, (stages + 2) // 2, 0.6),
         (orders.v_min_calls, (stages + 4) // 3, 2 / 3),
@@ -124,7 +125,8 @@ def test_halves_are_one_where_nothing_waits_for_the_first() -> None:
 def test_flows_between_any_segments_are_proved(seed: int) -> None:
     """Skip connections everywhere: many messages at one time, in both directions."""
     rng = random.Random(seed)
-    order, stages = rng.choice(ORDERS), rng.randint(2, 5)
+    order = rng.choice(ORDERS)
+    stages = rng.randint(2, 5)
     places = homes(order, stages)
     trace = model(len(places) - 2, rng.randint(1, 2 * stages + 2)) if len(places) > 2 else model(1, 3)
     pairs = itertools.combinations(range(len(places)), 2)
@@ -157,7 +159,8 @@ def test_every_order_with_every_setting_of_fsdp2_is_exact(order: str, each: int)
     for number, (reshard, wrap, prefetch, defer, (P, M)) in enumerate(settings):
         if number % each:
             continue
-        remat, mesh = ("none", "all")[number % 2], ("ranks", "replicas")[number // 2 % 2]
+        remat = ("none", "all")[number % 2]
+        mesh = ("ranks", "replicas")[number // 2 % 2]
         sharding = fsdp2(reshard_after_forward=reshard, wrap=wrap, prefetch=prefetch, defer=defer, remat=remat)
         pipeline = verify(FACTORIES[order](sharding)(whole(order, P, M, mesh=mesh)))
         if number % 30 == 0:

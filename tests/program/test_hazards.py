@@ -23,7 +23,8 @@ from yafsdp_fn.schedules import (
     Update,
 )
 
-A, B = ("slot", 0, 0), ("slot", 0, 1)
+A = ("slot", 0, 0)
+B = ("slot", 0, 1)
 
 
 def test_readers_before_a_write_are_forgotten_after_it() -> None:

@@ -68,7 +68,8 @@ def additions(program: Program) -> list[Op]:
 
 def mutants(program: Program) -> Iterator[Program]:
     """Programs that differ in one op, or in the places of two."""
-    trace, ops = program.trace, program.ops
+    trace = program.trace
+    ops = program.ops
     for at, op in enumerate(ops):
         rest = (*ops[:at], *ops[at + 1 :])
         yield Program(trace, rest)
@@ -87,9 +88,11 @@ def mutants(program: Program) -> Iterator[Program]:
 
 def mutant(program: Program, rng: random.Random) -> Program:
     """One such change at random; those that are often harmless more often."""
-    trace, ops = program.trace, program.ops
+    trace = program.trace
+    ops = program.ops
     at, to = (rng.randrange(len(ops)) for _ in range(2))
-    op, rest = ops[at], (*ops[:at], *ops[at + 1 :])
+    op = ops[at]
+    rest = (*ops[:at], *ops[at + 1 :])
     kind = rng.choice(("drop", "double", "move", "move", "edit", "edit", "add", "add", "relocate", "relocate"))
     if kind == "drop":
         return Program(trace, rest)

@@ -52,7 +52,9 @@ class Mode(NamedTuple):
     grads_alias: bool
 
 
-SHARDED, ALIASED, ALIASED_WEIGHTS = Mode(False, False), Mode(True, True), Mode(True, False)
+SHARDED = Mode(False, False)
+ALIASED = Mode(True, True)
+ALIASED_WEIGHTS = Mode(True, False)
 MODES = (SHARDED, ALIASED, ALIASED_WEIGHTS)
 
 
@@ -135,7 +137,8 @@ class Account:
         self.met: list[tuple[Moment, Moment]] = []  # how stages wait for each other, wherever they run
         if whole is not None:
             self.events, self.found, self.left, self.wrong = whole.events, whole.found, whole.left, whole.wrong
-            self.ends, trace = whole.ends, whole.trace
+            self.ends = whole.ends
+            trace = whole.trace
         computes = trace.order if trace.trains else ()  # an evaluation forms no gradient
         parts = [(c.visit, c.microbatch, u) for c in computes for u in trace.visits[c.visit].trained]
         self.visited = {u for c in trace.order if c.kind == "backward" for u in trace.visits[c.visit].trained}
@@ -181,7 +184,9 @@ class ProgramAccount(Account):
     def __init__(self, program: Program, mode: Mode, whole: Account | None = None) -> None:
         """whole: of all stages, where `program` is that of one"""
         super().__init__(program.trace, whole)
-        self.program, self.trace, self.mode = program, program.trace, mode
+        self.program = program
+        self.trace = program.trace
+        self.mode = mode
         self.contents: dict[int, tuple[int, int]] = {}  # slot -> unit, version that the host has noted
         self.reserved = {"slot": program.slot_bytes(), "grad slot": program.grad_slot_bytes()}
         self.versions = Counter[int]()  # of units, as the host counts them
@@ -198,7 +203,8 @@ class ProgramAccount(Account):
         end = self._event(None, [("shard", unit.id) for unit in held], [])
         self.ends.add(end)
         for slot, (unit_id, version) in self.contents.items():  # other programs of the slot set rely on it
-            name, found = self.trace.units[unit_id].name, self.find(end, ("slot", 0, slot))
+            name = self.trace.units[unit_id].name
+            found = self.find(end, ("slot", 0, slot))
             self.must(end, f"slot {slot} does not hold what was gathered, {name}", found, weights(unit_id, version))
         for unit in held:
             shard = self.find(end, ("shard", unit.id))
@@ -231,7 +237,8 @@ class ProgramAccount(Account):
     # ---- a step
 
     def _step(self) -> None:
-        trace, ops = self.trace, self.program.ops
+        trace = self.trace
+        ops = self.program.ops
         self.computes = iter(trace.order)
         self.graphs: dict[tuple[int, int], tuple[int, ...] | None] = {}
         self.halves: set[tuple[int, int]] = set()  # of backwards, that have the other one to come
@@ -379,7 +386,8 @@ class ProgramAccount(Account):
         self._compute(event, op, op.slots)
         if op.keep and op.carry_slot is not None:
             raise Stops("a graph that is kept, and a carry that is saved")
-        key, trained = (op.visit, op.microbatch), self.trace.visits[op.visit].trained
+        key = (op.visit, op.microbatch)
+        trained = self.trace.visits[op.visit].trained
         self.graphs[key] = op.slots if op.keep else None
         if op.carry_slot is not None:
             self.saved.add(key)
@@ -412,7 +420,8 @@ class ProgramAccount(Account):
             if self.mode.grads_alias:
                 adds = unit in self.touched
                 self.touched.add(unit)
-            place, fresh = self._place(unit, slot), self.gradient(self.bits[self.step, *key, unit])
+            place = self._place(unit, slot)
+            fresh = self.gradient(self.bits[self.step, *key, unit])
             if (begun := self.begun.get(key, {}).get(unit)) is not None:  # it completes what its forward began
                 there = (self._beginning_of(key, unit),)
                 completed = If(self.find(event, place), there, fresh, self.spoilt)

@@ -30,10 +30,12 @@ class Flows:
 
     def of(self, op: Forward | Backward) -> tuple[list[int], list[int]]:
         """Flows that it takes, and those that it gives: values in a forward, gradients in a backward."""
-        kind, segment = kind_of(op), self.segment[op.visit]
+        kind = kind_of(op)
+        segment = self.segment[op.visit]
         ends = self.split.segments[segment]
         here, there = [[k for k, flow in enumerate(self.split.flows) if flow[end] == segment] for end in (1, 0)]
-        first, last = op.visit == ends[0], op.visit == ends[1] - 1
+        first = op.visit == ends[0]
+        last = op.visit == ends[1] - 1
         if kind == "forward":
             return here if first else [], there if last else []
         if kind == "weights":
@@ -110,7 +112,8 @@ class StageAccount(ProgramAccount):
     unit and what this one has found of it; normed: norms"""
 
     def __init__(self, program: Program, mode: Mode, joint: PipelineAccount) -> None:
-        self.split, self.flows = joint.split, Flows(joint.split)
+        self.split = joint.split
+        self.flows = Flows(joint.split)
         self.trains = joint.trace.trains
         self.sent: dict[int, list[tuple[int, Send, Found]]] = {}
         self.received: dict[int, list[tuple[int, Receive]]] = {}

@@ -82,7 +82,8 @@ def _asked(terms: Account) -> Iterator[str]:
         there = writers.get((streams[at][0], buffer), [])
         later = {event for event, _ in there if event >= at and streams[event] == streams[at]}
         others = [(event, number) for event, number in there if event not in later]
-        unknown, beginning = terms.unknown(buffer), terms.beginning(buffer)
+        unknown = terms.unknown(buffer)
+        beginning = terms.beginning(buffer)
         yield f"(declare-const r{k} (_ BitVec {unknown.bits})) (declare-const f{k} Int) (declare-const t{k} Int)"
         choice = []  # t, f: when the last one began and ended
         for event, number in others:

@@ -61,7 +61,9 @@ def test_a_backward_inside_a_loss_is_refused(which: str) -> None:
     def sometimes(tree: Any, data: Any) -> Tensor:
         return GRADIENTS[which](tree, data) if inside else loss(tree, data)
 
-    now, step, expected = state(), ya.train_step(GRADIENTS[which], TX), state()
+    now = state()
+    step = ya.train_step(GRADIENTS[which], TX)
+    expected = state()
     with pytest.raises(RuntimeError, match=REFUSED):
         step(now, batch())
     step = ya.train_step(sometimes, TX)
@@ -86,7 +88,8 @@ def test_a_second_backward_is_refused() -> None:
         kept.append(loss(tree, data))
         return kept[-1]
 
-    now, step = state(), ya.train_step(keeping, TX)
+    now = state()
+    step = ya.train_step(keeping, TX)
     for _ in range(2):
         now, _ = step(now, batch())
         with pytest.raises(RuntimeError, match="head: a second backward through a visit; its graph is gone"):
@@ -153,12 +156,16 @@ WHICH = pytest.mark.parametrize(
 
 def exact(mesh: Any, which: str, options: str) -> None:
     """Three steps of plain SGD, whose parameters show every gradient, against the plain tree on the whole batch."""
-    ranks, rank, tx = mesh.size(), mesh.get_rank(), ya.optim.sgd(1.0)
+    ranks = mesh.size()
+    rank = mesh.get_rank()
+    tx = ya.optim.sgd(1.0)
     parts = [batch(r) for r in range(ranks)]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     ours, theirs = by_ranks(ranks, communicators(mesh).replicas)[which]
-    now, expected = state(mesh, tx), plain(tx)
-    step, oracle = ya.train_step(ours, tx, **OPTIONS[options]), ya.train_step(theirs, tx)
+    now = state(mesh, tx)
+    expected = plain(tx)
+    step = ya.train_step(ours, tx, **OPTIONS[options])
+    oracle = ya.train_step(theirs, tx)
     for _ in range(3):
         now, got = step(now, parts[rank])
         expected, want = oracle(expected, whole)
@@ -219,7 +226,8 @@ def test_a_block_that_closes_over_a_tensor_that_requires_grad(which: str) -> Non
     """In the first step, whenever it is tried again, and in the first step of a program, kept and recomputed."""
     outside, what = OUTSIDE[which]
     text = CLOSED.format(name="head", what=what)
-    now, step = state(), ya.train_step(closing(outside), TX)
+    now = state()
+    step = ya.train_step(closing(outside), TX)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=text):
             step(now, batch())

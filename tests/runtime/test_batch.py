@@ -17,8 +17,11 @@ from yafsdp_fn.runtime.batch import split_batch
 @pytest.mark.parametrize("replicate", [1, 2, 4])
 def test_a_rank_gets_its_rows_and_so_does_a_replica(mesh: Any, replicate: int) -> None:
     batch = {"x": torch.arange(8).view(8, 1), "scale": torch.tensor(3.0), "n": 5, "none": None}
-    rank, mine = mesh.get_rank(), ya.shard_batch(batch, ya.mesh(device="cpu", replicate=replicate))
-    assert mine["x"].flatten().tolist() == [2 * rank, 2 * rank + 1] and mine["scale"] == 3 and mine["n"] == 5
+    rank = mesh.get_rank()
+    mine = ya.shard_batch(batch, ya.mesh(device="cpu", replicate=replicate))
+    assert mine["x"].flatten().tolist() == [2 * rank, 2 * rank + 1]
+    assert mine["scale"] == 3
+    assert mine["n"] == 5
 
 
 def test_one_rank_gets_the_batch() -> None:
@@ -59,4 +62,5 @@ def test_leaves_are_named_as_the_user_names_them() -> None:
 def test_sharded_parameters_stay_whole() -> None:
     params = ya.init({"w": ya.Param((3,))}, ya.optim.sgd(0.1), mesh=one_rank()).params
     part = split_batch({"p": params, "x": torch.arange(4)}, 2, "test", "parts")(1)
-    assert part["p"]["w"] is params["w"] and part["x"].tolist() == [2, 3]
+    assert part["p"]["w"] is params["w"]
+    assert part["x"].tolist() == [2, 3]

@@ -73,8 +73,10 @@ def test_an_argument_that_passes_through() -> None:
         x, ys = ya.scan(lambda x, w: (x, (w["b"] * 2).sum()), x, tree["layers"])
         return ya.apply(head, tree["head"], x, data["targets"]) + ys.square().sum()
 
-    now, expected = state(), plain()
-    step, oracle = ya.train_step(total, TX), ya.train_step(total, TX)
+    now = state()
+    expected = plain()
+    step = ya.train_step(total, TX)
+    oracle = ya.train_step(total, TX)
     for _ in range(2):
         assert torch.equal(total(now.params, batch()), total(expected.params, batch()))
         theirs = torch.func.grad(total)(expected.params, batch())

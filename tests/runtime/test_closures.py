@@ -35,7 +35,8 @@ def test_under_a_transform() -> None:
 
 
 def test_watch_knows_what_is_made_while_it_watches() -> None:
-    known, foreign = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    known = torch.ones(2, requires_grad=True)
+    foreign = torch.ones(2, requires_grad=True)
     with TensorWatch([known], "v"):
         made = torch.stack([known * 2, known.exp()])
         (made[0] + made[1]).sum()

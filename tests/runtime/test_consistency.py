@@ -119,7 +119,8 @@ def test_another_optimizer_is_refused_and_named(mesh: Any, by_hand: bool) -> Non
 
 @on_ranks(2)
 def test_another_environment_is_refused_and_named(mesh: Any) -> None:
-    rank, version = mesh.get_local_rank(), consistency._version()
+    rank = mesh.get_local_rank()
+    version = consistency._version()
     changes: list[tuple[Any, str, Any, str]] = [
         (os.environ, "NCCL_ALGO", "Ring", "the variable NCCL_ALGO differs:\n    rank 0: not set\n    rank 1: Ring"),
         (torch, "__version__", "2.99", f"of torch differs:\n    rank 0: {torch.__version__}\n    rank 1: 2.99"),
@@ -136,9 +137,12 @@ def test_another_environment_is_refused_and_named(mesh: Any) -> None:
 @on_ranks(2)
 def test_other_threads_are_warned_of_once(mesh: Any) -> None:
     """Of another number of threads, in two steps, and not of equal ones."""
-    rank, tx, found = mesh.get_local_rank(), o.sgd(0.1), []
+    rank = mesh.get_local_rank()
+    tx = o.sgd(0.1)
+    found = []
     for threads in (1 + rank, 1):
-        step, now = ya.train_step(loss, tx), state(mesh, tx)
+        step = ya.train_step(loss, tx)
+        now = state(mesh, tx)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         with warnings.catch_warnings(record=True) as caught:
@@ -148,4 +152,5 @@ def test_other_threads_are_warned_of_once(mesh: Any) -> None:
         torch.set_num_threads(before)
         found.append([str(each.message) for each in caught if "numbers of threads" in str(each.message)])
     (of_threads,), of_nothing = found
-    assert "other numbers of threads, [1, 2]" in of_threads and not of_nothing
+    assert "other numbers of threads, [1, 2]" in of_threads
+    assert not of_nothing

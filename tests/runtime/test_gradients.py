@@ -139,10 +139,12 @@ def loss_of(block: Block, head: Any, chunks: int) -> Callable[[Params, Batch], y
 
 
 def exact(mesh: Any, pairs: list[tuple[Block, Any]]) -> None:
-    state, ranks = ya.init(base_params(3), TX, mesh=mesh), mesh.size()
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    ranks = mesh.size()
     for block, head in pairs:
         for chunks, schedule in ((1, "zero3"), (1, "zero3-remat-all"), (3, "zero3")):
-            loss, what = loss_of(block, head, chunks), f"{block.__name__}, {head.__name__}, {chunks} chunks, {schedule}"
+            loss = loss_of(block, head, chunks)
+            what = f"{block.__name__}, {head.__name__}, {chunks} chunks, {schedule}"
             expected = ya.value_and_grad(loss)(plain(base_params(3)), global_batch(ranks, rows=ROWS))
             function = ya.value_and_grad(loss, schedule=SCHEDULES[schedule])
             for _ in range(2):
@@ -164,8 +166,10 @@ def test_heads(mesh: Any) -> None:
 
 def halves(x: Tensor, between: Callable[[Later], object], f: Callable[..., Tensor] = ya.linear) -> Tensor:
     """The gradient of a weight that `x` was multiplied with, made in a later half, after what is done between them."""
-    w, grad = weight_leaf(torch.ones(4, 5), lambda size, dtype: torch.empty(size, dtype=dtype)), torch.empty(4, 5)
-    out, later = f(x, w), Later(())
+    w = weight_leaf(torch.ones(4, 5), lambda size, dtype: torch.empty(size, dtype=dtype))
+    grad = torch.empty(4, 5)
+    out = f(x, w)
+    later = Later(())
     run = AutogradRun()
     later.open(grad_targets_of([[w]]), run)
     later.close(differentiated(run, [out], [torch.ones(3, 4)], [w]))
@@ -187,4 +191,5 @@ def test_chunks_leave_no_factors_for_the_later_half() -> None:
     left: list[int] = []
     x = torch.arange(15.0).reshape(3, 5)
     grad = halves(x, lambda later: left.append(len(later._writes)), ya.chunk(ya.linear, 3, in_axes=(0, None)))
-    assert torch.equal(grad, x.sum(0).expand(4, 5)) and left == [0]
+    assert torch.equal(grad, x.sum(0).expand(4, 5))
+    assert left == [0]

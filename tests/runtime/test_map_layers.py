@@ -23,7 +23,8 @@ def test_a_layer_of_moments_for_a_layer_of_moments_is_a_stack_again() -> None:
     state = ya.init(tree, TX, mesh=one_rank())
     mu = optree.tree_map(lambda x: x + 1, state.opt_state[0].mu)["s"]
     moved = ya.map_whole_layers(lambda m: {"w": m["w"] * 2, "base": None}, mu)
-    assert isinstance(moved, ya.Sharded) and ya.unshard(moved)["w"].eq(2).all()
+    assert isinstance(moved, ya.Sharded)
+    assert ya.unshard(moved)["w"].eq(2).all()
 
 
 def test_errors() -> None:

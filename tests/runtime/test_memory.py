@@ -38,8 +38,10 @@ def test_one_rank_computes_on_the_working_copy_itself(compute: torch.dtype) -> N
         working = state.memory.working.tensors[1]
         state, _ = step(state, batch())
         in_step = seen[-3:]  # before them the first call is recorded, on the pure path
-        assert working is not None and {storage(w) for w in in_step} == {storage(working)}
-        assert len({w.data_ptr() for w in in_step}) == 3 and {w.dtype for w in in_step} == {compute}
+        assert working is not None
+        assert {storage(w) for w in in_step} == {storage(working)}
+        assert len({w.data_ptr() for w in in_step}) == 3
+        assert {w.dtype for w in in_step} == {compute}
     assert all(
         leaf.untyped_storage().data_ptr() == storage(state.memory.master.tensors[1])
         for leaf in state.params.layers.leaves
@@ -70,19 +72,23 @@ def test_another_reduction_dtype_takes_gradient_slots() -> None:
     (slots,) = state.memory.idle
     assert slot_bytes(slots) == sum(program.grad_slot_bytes().values())
     flat, leaves, _ = slots.grad(0, 1, state.memory.kept_grads())
-    assert flat.dtype == torch.bfloat16 and len(leaves) == 3 and all(storage(leaf) == storage(flat) for leaf in leaves)
+    assert flat.dtype == torch.bfloat16
+    assert len(leaves) == 3
+    assert all(storage(leaf) == storage(flat) for leaf in leaves)
 
 
 def test_a_slot_grows_and_its_views_with_it() -> None:
     memory = ya.init(model(), TX, mesh=one_rank(), precision=ya.Precision(reduce=torch.bfloat16)).memory
-    slots, grads = Slots(memory), memory.kept_grads()
+    slots = Slots(memory)
+    grads = memory.kept_grads()
     slots.reserve({}, {0: memory.units[1].reduce_bytes})
     small = slots.grad(0, 1, grads).flat
     assert slots.grad(0, 1, grads).flat is small
     slots.reserve({}, {0: 10 * memory.units[1].reduce_bytes})
     assert slot_bytes(slots) == 10 * memory.units[1].reduce_bytes
     large = slots.grad(0, 1, grads).flat
-    assert large is not small and large.shape == small.shape
+    assert large is not small
+    assert large.shape == small.shape
     for nbytes in (8, slot_bytes(slots)):
         slots.reserve({}, {0: nbytes})
         assert slots.grad(0, 1, grads).flat is large
@@ -94,7 +100,8 @@ def test_slots_are_given_back_and_told_apart() -> None:
     state, _ = step(state, batch(0))
     (one,) = state.memory.idle
     state, _ = step(state, batch(1))
-    assert state.memory.idle == [one] and one.number != Slots(state.memory).number
+    assert state.memory.idle == [one]
+    assert one.number != Slots(state.memory).number
 
 
 # ---- two ranks
@@ -106,7 +113,9 @@ def test_two_ranks_have_two_layer_slots_of_the_programs_size_for_ever(mesh: Any)
     state = ya.init(model(5), TX, mesh=mesh)
     seen: list[Tensor] = []
     step = ya.train_step(watched(seen), TX, microbatches=2)
-    places, sizes, layers = set(), set(), set()
+    places = set()
+    sizes = set()
+    layers = set()
     for number in range(5):
         seen.clear()
         state, _ = step(state, batch(number))
@@ -121,4 +130,6 @@ def test_two_ranks_have_two_layer_slots_of_the_programs_size_for_ever(mesh: Any)
     program = step.program(state)
     assert program is not None
     owned = sum(program.slot_bytes().values()) + sum(program.grad_slot_bytes().values())
-    assert sizes == {owned} and len(places) == 1 and layers == {2}
+    assert sizes == {owned}
+    assert len(places) == 1
+    assert layers == {2}

@@ -22,7 +22,9 @@ def test_a_schedule_is_asked_once_for_each_kind_of_state() -> None:
     traces: list[Trace] = []
     schedule = noting(ya.schedules.zero3(), traces)
     step = ya.train_step(loss, TX, schedule=schedule)
-    one, two, other = state(), state(), state(4)
+    one = state()
+    two = state()
+    other = state(4)
     for number in range(3):
         one, _ = step(one, batch(number))
         two, _ = step(two, batch(number))
@@ -38,7 +40,8 @@ def test_an_evaluation_has_programs_of_its_own() -> None:
     made = state()
     for _ in range(3):
         evaluate(made, batch())
-    assert len(traces) == 1 and {compute.kind for compute in traces[0].order} == {"forward"}
+    assert len(traces) == 1
+    assert {compute.kind for compute in traces[0].order} == {"forward"}
 
 
 def test_a_failed_first_step_teaches_nothing() -> None:
@@ -47,7 +50,8 @@ def test_a_failed_first_step_teaches_nothing() -> None:
             raise KeyError("planned")
         return loss(p, b)
 
-    step, made = ya.train_step(moody, TX), state()
+    step = ya.train_step(moody, TX)
+    made = state()
     with pytest.raises(KeyError):
         step(made, batch() | {"fail": True})
     with pytest.raises(RuntimeError, match="no step of this function has run"):

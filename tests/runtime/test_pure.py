@@ -32,12 +32,14 @@ def test_dropout_is_replayed_in_the_backward() -> None:
     x = torch.ones(64, requires_grad=True)
     out = dropped(x)
     (slope,) = torch.autograd.grad(out.sum(), x)
-    assert torch.equal(out.detach(), slope) and 0 < int((out == 0).sum()) < 64
+    assert torch.equal(out.detach(), slope)
+    assert 0 < int((out == 0).sum()) < 64
     ambient = torch.get_rng_state()
     out = dropped(x)
     middle = torch.get_rng_state()
     torch.autograd.grad(out.sum(), x)
-    assert not torch.equal(ambient, middle) and torch.equal(torch.get_rng_state(), middle)
+    assert not torch.equal(ambient, middle)
+    assert torch.equal(torch.get_rng_state(), middle)
 
 
 def test_views_of_the_weights_are_refused() -> None:
@@ -70,5 +72,6 @@ def test_integers_pass_through_a_recomputed_block() -> None:
 
     x, index = torch.arange(4.0, requires_grad=True), torch.tensor([0, 2])
     out, after = Rematerialised.apply(f, x, index)
-    assert after.tolist() == [1, 3] and not after.requires_grad
+    assert after.tolist() == [1, 3]
+    assert not after.requires_grad
     assert torch.autograd.grad(out.sum(), x)[0].tolist() == [2, 0, 2, 0]

@@ -16,7 +16,8 @@ from yafsdp_fn.runtime.reductions import as_mean, combine
 
 def test_dtypes() -> None:
     counts = combine([ya.Sum(torch.tensor([2**53 - 1, 1]))] * 1, None)
-    assert counts.dtype == torch.int64 and counts.tolist() == [2**53 - 1, 1]
+    assert counts.dtype == torch.int64
+    assert counts.tolist() == [2**53 - 1, 1]
     assert combine([ya.Sum(torch.tensor(True))] * 3, None).tolist() == 3
     assert combine([ya.Max(torch.tensor(3, dtype=torch.int32))] * 2, None).dtype == torch.int32
     assert combine([ya.Sum(torch.tensor(1.0, dtype=torch.bfloat16))] * 2, None).dtype == torch.bfloat16
@@ -24,17 +25,21 @@ def test_dtypes() -> None:
 
 
 def test_other_leaves_stay() -> None:
-    x, y = torch.ones(2, requires_grad=True), torch.zeros(2)
+    x = torch.ones(2, requires_grad=True)
+    y = torch.zeros(2)
     one = combine([{"x": x, "text": "a", "none": None}], None)
     assert torch.equal(one["x"], x) and not one["x"].requires_grad and one["text"] == "a" and one["none"] is None
     two = combine([{"x": x, "text": "a", "none": None}, {"x": y, "text": "b", "none": None}], None)
-    assert two["x"].tolist() == [[1, 1], [0, 0]] and not two["x"].requires_grad and two["text"] == "a"
+    assert two["x"].tolist() == [[1, 1], [0, 0]]
+    assert not two["x"].requires_grad
+    assert two["text"] == "a"
 
 
 def test_what_is_combined_is_detached() -> None:
     x = torch.ones((), requires_grad=True)
     out = combine([(ya.Sum(x), ya.Max(x), ya.Mean(x, 2.0))] * 2, None)
-    assert not any(leaf.requires_grad for leaf in out) and out[2] == 0.5
+    assert not any(leaf.requires_grad for leaf in out)
+    assert out[2] == 0.5
 
 
 class Ranks:
@@ -66,13 +71,16 @@ def test_one_all_reduce_for_all_sums_and_one_for_all_maxima() -> None:
     }
     out = combine([part, part], ranks)
     assert ranks.calls == [("sum", 8, torch.float64), ("max", 5, torch.float64)]
-    assert out["a"] == 1.5 and out["b"].tolist() == [[6.0] * 3] * 2 and out["c"].tolist() == [0, 1, 2, 3]
+    assert out["a"] == 1.5
+    assert out["b"].tolist() == [[6.0] * 3] * 2
+    assert out["c"].tolist() == [0, 1, 2, 3]
     assert out["d"] == 7 and out["e"].tolist() == [5, 5]  # this rank's own
 
 
 def test_nothing_to_reduce_takes_no_collective() -> None:
     ranks: Any = Ranks()
-    assert combine([{"e": 3}], ranks) == {"e": 3} and ranks.calls == []
+    assert combine([{"e": 3}], ranks) == {"e": 3}
+    assert ranks.calls == []
 
 
 @on_ranks()
@@ -87,7 +95,9 @@ def test_numbers_are_reduced_as_the_tensors_that_they_are(mesh: Any, stages: int
         found = [(of(value), of(torch.tensor(value))) for of in (ya.Sum, ya.Max) for value in (4, 2.5, True)]
         return ya.Mean(x.sum(), 3), found
 
-    tx, assignment, factor = ya.optim.sgd(0.1), None, mesh.size() // stages
+    tx = ya.optim.sgd(0.1)
+    assignment = None
+    factor = mesh.size() // stages
     batch = torch.ones(8 // factor, 4)
     if stages > 1:
         mesh = ya.mesh(stage=stages, shard=-1, device="cpu")
@@ -153,4 +163,5 @@ def test_weights_of_any_dtype_add_up(weight: Tensor) -> None:
 
     value, grad = ya.value_and_grad(loss, microbatches=2)(torch.tensor(3.0), torch.tensor([1.0, 3.0]))
     rounded = 257.0 / 256.0 if weight.dtype == torch.float32 else 1.0
-    assert torch.isclose(value, torch.tensor(6.0 * rounded)) and torch.isclose(grad, torch.tensor(2.0 * rounded))
+    assert torch.isclose(value, torch.tensor(6.0 * rounded))
+    assert torch.isclose(grad, torch.tensor(2.0 * rounded))

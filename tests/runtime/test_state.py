@@ -36,7 +36,8 @@ def snapshot(state: State) -> list[torch.Tensor]:
 def test_a_fresh_state() -> None:
     state = fresh(seed=4)
     assert (state.step, state.seed) == (0, 4)
-    assert state.mesh is one_rank() and state.precision == ya.Precision()
+    assert state.mesh is one_rank()
+    assert state.precision == ya.Precision()
     assert type(state.params) is Model
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.step = 3
@@ -45,7 +46,8 @@ def test_a_fresh_state() -> None:
 
 def test_a_donated_state_prints_as_donated() -> None:
     state = fresh()
-    params, text = state.params, repr(state)
+    params = state.params
+    text = repr(state)
     assert re.match(
         r"ShardedState\(step=0, seed=0\) on the mesh \(shard=\d\)\n.*\n  layers: .*; local shards torch\.", text
     )
@@ -60,13 +62,15 @@ def test_a_donated_state_prints_as_donated() -> None:
 
 @pytest.mark.parametrize("registry", [optree, torch_pytree])
 def test_a_round_trip_is_the_same_state(registry: Any) -> None:
-    state, step = fresh(seed=3), train()
+    state = fresh(seed=3)
+    step = train()
     state, _ = step(state, batch())
     flat, spec = registry.tree_flatten(state)
     again = registry.tree_unflatten(spec, flat) if registry is optree else registry.tree_unflatten(flat, spec)
     assert isinstance(again, State)
     assert (again.step, again.seed, again.generation) == (1, 3, state.generation)
-    assert again.memory is state.memory and again.check() is again
+    assert again.memory is state.memory
+    assert again.check() is again
     twin = state.copy()
     moved, _ = step(again, batch())
     expected, _ = step(twin, batch())
@@ -84,14 +88,16 @@ def test_steps_and_seeds_are_no_leaves(kind: str) -> None:
 
 
 def test_replaced_leaves_are_adopted_and_not_written() -> None:
-    state, step = fresh(), train()
+    state = fresh()
+    step = train()
     state, _ = step(state, batch())
     average = optree.tree_map(lambda x: x / 2, state.params)
     mixed = dataclasses.replace(state, params=state.params._replace(head=average.head))
     plain = ya.unshard(state)._replace(head=ya.unshard(average).head)
     got = ya.eval_step(loss)(mixed, batch())["loss"]
     assert torch.equal(got, ya.eval_step(loss)(plain, batch())["loss"])
-    before, kept = average.head.leaves[0].clone(), snapshot(state)
+    before = average.head.leaves[0].clone()
+    kept = snapshot(state)
     moments = [leaf.clone() for leaf in leaves(state.opt_state)]
     moved, _ = step(mixed, batch())
     assert torch.equal(average.head.leaves[0], before)
@@ -138,20 +144,24 @@ def test_a_plain_state_is_a_pytree_and_steps_out_of_place() -> None:
     tx = ya.optim.sgd(0.5)
     state = ya.PlainState.create(tree, tx, seed=2)
     again = torch_pytree.tree_map(lambda x: x, state)
-    assert (again.step, again.seed) == (0, 2) and isinstance(again, ya.PlainState)
+    assert (again.step, again.seed) == (0, 2)
+    assert isinstance(again, ya.PlainState)
     before = [leaf.clone() for leaf in optree.tree_leaves(state.params)]
     grads = optree.tree_map(torch.ones_like, state.params)
     moved = state.apply_gradients(grads, tx)
-    assert moved.step == 1 and all(
-        torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state.params), strict=True)
-    )
-    whole, old = ya.params.without_markers(moved.params), ya.params.without_markers(state.params)
-    assert torch.equal(whole["w"], old["w"] - 0.5) and torch.equal(whole["s"]["w"], old["s"]["w"] - 0.5)
-    assert torch.equal(whole["f"], old["f"]) and torch.equal(whole["s"]["f"], old["s"]["f"])
+    assert moved.step == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, optree.tree_leaves(state.params), strict=True))
+    whole = ya.params.without_markers(moved.params)
+    old = ya.params.without_markers(state.params)
+    assert torch.equal(whole["w"], old["w"] - 0.5)
+    assert torch.equal(whole["s"]["w"], old["s"]["w"] - 0.5)
+    assert torch.equal(whole["f"], old["f"])
+    assert torch.equal(whole["s"]["f"], old["s"]["f"])
 
 
 def test_a_plain_state_takes_copies() -> None:
     tensors = {"w": torch.ones(3), "lazy": ya.Lazy((2,), torch.float32, lambda layer: torch.zeros(2))}
     state = ya.PlainState.create(tensors, TX)
     state.params["w"].add_(1)
-    assert tensors["w"].eq(1).all() and state.params["lazy"].shape == (2,)
+    assert tensors["w"].eq(1).all()
+    assert state.params["lazy"].shape == (2,)

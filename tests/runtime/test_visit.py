@@ -22,7 +22,8 @@ from tests.harness.small import (
 )
 
 TX = ya.optim.sgd(0.1)
-KEEP, REMAT = ya.schedules.zero3(), ya.schedules.zero3(remat=ya.schedules.remat.all)
+KEEP = ya.schedules.zero3()
+REMAT = ya.schedules.zero3(remat=ya.schedules.remat.all)
 
 
 def state() -> ya.ShardedState:
@@ -46,7 +47,9 @@ def test_autocast_around_several_steps_casts_the_weights_of_each() -> None:
     """It keeps casts while it lasts, by the tensor that was cast."""
 
     def losses(around: bool) -> list[Tensor]:
-        made, step, found = state(), ya.train_step(with_block(block), TX, schedule=KEEP), []
+        made = state()
+        step = ya.train_step(with_block(block), TX, schedule=KEEP)
+        found = []
         with torch.autocast("cpu", dtype=torch.bfloat16) if around else nullcontext():
             for _ in range(4):
                 with torch.autocast("cpu", dtype=torch.bfloat16):

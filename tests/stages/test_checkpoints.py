@@ -25,7 +25,8 @@ def begun(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str) -> int:
 def handed_on(mesh: Any, folder: Path, axes: dict[str, int], optimizer: str, background: bool) -> tuple[int, int]:
     tx = OPTIMIZERS[optimizer]()
     state, extra = ya.checkpoint.load(folder, on_stages(MODELS["pinned"](), tx, **axes))
-    assert extra == {"at": 3} and state.step == 2
+    assert extra == {"at": 3}
+    assert state.step == 2
     found = ya.checksum(state)
     if background:
         with ya.checkpoint.Saver(folder) as saver:
@@ -70,14 +71,17 @@ def test_a_state_goes_from_stages_to_others_and_back(mesh: Any) -> None:
 
 @on_ranks(2)
 def test_a_run_goes_on_with_its_pipeline(mesh: Any, tmp_path: Path) -> None:
-    tx, params, batch = ya.optim.adamw(1e-2), base_params(3), batch_of(0, rows=4)
+    tx = ya.optim.adamw(1e-2)
+    params = base_params(3)
+    batch = batch_of(0, rows=4)
     stages = ya.schedules.assign(ya.planner.trace(base_loss, params, batch, microbatches=2), stages=2)
     state = on_stages(params, tx, stages, stage=2)
     step = ya.train_step(base_loss, tx, microbatches=2)
     state, _ = step(step(state, batch)[0], batch)
     ya.checkpoint.save(tmp_path, state)
     again, _ = ya.checkpoint.load(tmp_path, on_stages(params, tx, stages, stage=2))
-    assert isinstance(state.program, ya.Program) and again.program == state.program
+    assert isinstance(state.program, ya.Program)
+    assert again.program == state.program
     expected, _ = step(state, batch)
     got, _ = ya.train_step(base_loss, tx, schedule=again.program, microbatches=2)(again, batch)
     assert ya.checksum(got) == ya.checksum(expected)

@@ -44,7 +44,9 @@ def test_messages_between_stages_wait_for_none_of_the_other_direction(_: Any) ->
     comms = communicators(mesh_of(stage=4))
     comms._meet()  # as with NCCL: no two wait for each other
     others = [(comms.stage + by) % 4 for by in (1, 2, 3)]
-    sizes, received, events = (1, 300_000, 7), {}, []
+    sizes = (1, 300_000, 7)
+    received = {}
+    events = []
     before = comms.event()
     before.complete()
     for to in others:

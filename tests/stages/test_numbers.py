@@ -78,7 +78,8 @@ def test_optimizers_take_the_steps_of_one_stage(pools: Pools) -> None:
 
 def unit_by_unit(_: Any, model: str, axes: dict[str, int], name: str) -> None:
     """As programs take the step: backwards, in parts where leaves travel. The last stage has nothing to train."""
-    tx, params = OPTIMIZERS[name](), MODELS[model]()
+    tx = OPTIMIZERS[name]()
+    params = MODELS[model]()
     trained = set(on_stages(params, shard=-1).memory.trained)
     stages = dict(axes)["stage"]
     last = (stages - 1,)
@@ -110,7 +111,8 @@ def test_units_take_their_steps_one_by_one(pools: Pools) -> None:
 @on_ranks(4)
 def test_a_unit_on_two_stages_counts_once(mesh: Any, tmp_path: Path) -> None:
     """The unit at home on the first stage that holds it is counted, summed up and saved once."""
-    tx, axes = OPTIMIZERS["clipped"](), {"stage": 2}
+    tx = OPTIMIZERS["clipped"]()
+    axes = {"stage": 2}
     units = units_of(MODELS["pinned"]())
     both = Assignment(tuple((0, 1) if unit in (0, 1, 4) else (unit % 2,) for unit in range(units)), (0, 1))
     state, other = pair(MODELS["pinned"](), tx, axes, stages=both)

@@ -27,13 +27,18 @@ from yafsdp_fn.program.split import Assignment
 def test_a_rank_holds_shards_of_its_own_units(_: Any, model: str, axes: dict[str, int]) -> None:
     params = MODELS[model]()
     state = on_stages(params, **axes)
-    memory, comms = state.memory, state.memory.comms
+    memory = state.memory
+    comms = state.memory.comms
     assert memory.held == memory.assignment.held(comms.stage) == set(memory.master.rows)
     own = [unit for unit in memory.units if unit.numel]
-    assert {unit.id for unit in own} == memory.held and set(memory.trained) <= memory.held
+    assert {unit.id for unit in own} == memory.held
+    assert set(memory.trained) <= memory.held
     whole = memory.abstract()
-    assert whole.comms.stages == 1 and all(unit.numel for unit in whole.units) and len(whole.units) == len(memory.units)
-    assert memory.key != whole.key and memory.key.endswith(f"{comms.stage})")
+    assert whole.comms.stages == 1
+    assert all(unit.numel for unit in whole.units)
+    assert len(whole.units) == len(memory.units)
+    assert memory.key != whole.key
+    assert memory.key.endswith(f"{comms.stage})")
     compare(optree.tree_map(torch.Tensor.double, ya.unshard(state)), plain(params), 0.0, "values")
     n = {unit: memory.layout_of(unit).shard_numel(comms.ranks) for unit in memory.held}
     assert sum(leaf.numel() for leaf in optree.tree_leaves(state.params)) == sum(n.values()), "no memory for others"
@@ -93,7 +98,8 @@ def test_whole_layers_come_from_their_stages(_: Any, axes: dict[str, int], tmp_p
 
 @on_ranks(4)
 def test_what_cannot_be_right_is_refused_by_name(_: Any) -> None:
-    params, mesh = base_params(3), mesh_of(stage=2)
+    params = base_params(3)
+    mesh = mesh_of(stage=2)
     beyond = Assignment(((0,), (0,), (1,), (1,), (7,)), (0, 1))
     assignments: list[tuple[type[Exception], str, Any]] = [
         (ValueError, r"the mesh has 2 stages: say .* stages=ya.schedules.assign\(trace, stages=2\)", None),
@@ -108,7 +114,8 @@ def test_what_cannot_be_right_is_refused_by_name(_: Any) -> None:
     with pytest.raises(ValueError, match="the assignment is of 4 units, these parameters have 5"):
         ya.init(params, mesh=mesh_of(shard=-1), stages=scattered(4, 2))
     with pytest.raises(ya.errors.RanksDisagree, match="stages differs"):
-        one, other = scattered(5, 2), TWO_STAGES
+        one = scattered(5, 2)
+        other = TWO_STAGES
         ya.init(params, mesh=mesh, stages=one if dist.get_rank() == 0 else other)
     with pytest.raises(ValueError, match=r"mesh\(stage=2, deterministic=8\): .*leave stage out, or deterministic"):
         ya.mesh(device="cpu", stage=2, deterministic=8)
@@ -141,7 +148,9 @@ def test_the_page(mesh: Any) -> None:
     for block in blocks(text):
         exec(block, names)
     state = names["state"]
-    assert state.memory.comms.stages == mesh.size() == 2 and state.memory.held != names["alone"].memory.held
+    assert state.memory.comms.stages == mesh.size() == 2
+    assert state.memory.held != names["alone"].memory.held
     torch.testing.assert_close(names["norm"], ya.global_norm(names["alone"].params))
     plan = ya.planner.trace(names["loss"], names["params"], names["batch"], mesh=state.memory.mesh_axes)
-    assert plan.stages == 2 and plan.units == state.memory.abstract().units
+    assert plan.stages == 2
+    assert plan.units == state.memory.abstract().units

@@ -71,14 +71,16 @@ class Case(NamedTuple):
 
     def lived(self, schedule: Schedule | Program) -> tuple[dict[str, Any], Program]:
         """What is seen in four steps under `schedule`, and the program that ran."""
-        mesh, problem = made(self.mesh), PROBLEMS[self.problem]
+        mesh = made(self.mesh)
+        problem = PROBLEMS[self.problem]
         clipped = ya.optim.chain(ya.optim.clip_by_global_norm(0.1), ya.optim.adamw(1e-2))
         tx = clipped if self.clips else ya.optim.sgd(0.1, momentum=0.9)
         state = ya.init(problem.params(3), tx, mesh=mesh, precision=ya.Precision(torch.float64))
         step = ya.train_step(
             problem.loss, tx, schedule=schedule, microbatches=self.microbatches, skip_nonfinite=self.clips
         )
-        evaluate, seen = ya.eval_step(problem.loss), {}
+        evaluate = ya.eval_step(problem.loss)
+        seen = {}
         for number in range(4):
             batch = batch_of(mesh.get_rank(), seed=number, rows=4)
             state, seen[f"step {number}"] = step(state, batch)
@@ -96,7 +98,8 @@ def changed(program: Program, rng: random.Random) -> Program:
         if candidate.ops == found.ops:
             continue
         with contextlib.suppress(Refused):
-            found, accepted = verify(candidate), accepted + 1
+            found = verify(candidate)
+            accepted = accepted + 1
             if accepted >= CHANGES and found.ops != program.ops:
                 return found
     raise AssertionError(f"{accepted} of {TRIES} changes were accepted, expected {CHANGES}:\n{program.diff(found)}")

@@ -70,7 +70,8 @@ def batch() -> Batch:
 @contextlib.contextmanager
 def watched_streams() -> Iterator[Watch]:
     """What the work on the streams of this process allocates."""
-    mode, submit = Watch(), HostStream.submit
+    mode = Watch()
+    submit = HostStream.submit
 
     def watched(self: HostStream, work: Callable[[], None], waits: Sequence[Event], event: Any, label: str) -> None:
         def run() -> None:
@@ -115,7 +116,8 @@ def measured(step: Callable[[], object]) -> Measured:
 @by_autograd()
 def steps(state: ya.ShardedState, step: Any) -> list[Measured]:
     """The first step, the third and the fourth; all gradients of weights are fresh ones."""
-    out, addresses = [], set()
+    out = []
+    addresses = set()
 
     def one() -> None:
         nonlocal state
@@ -131,11 +133,13 @@ def steps(state: ya.ShardedState, step: Any) -> list[Measured]:
     return out
 
 
-FP32, BF16 = ya.Precision(), ya.Precision(compute=torch.bfloat16)
+FP32 = ya.Precision()
+BF16 = ya.Precision(compute=torch.bfloat16)
 TXS = {True: TX, False: ya.optim.adamw(1e-3)}
 """By whether updates wait for the norm."""
 
-AFTER, INSIDE = [(False, True)], [(True, True), (True, False)]
+AFTER = [(False, True)]
+INSIDE = [(True, True), (True, False)]
 EVERY = [*AFTER, *INSIDE, (False, False)]
 """Whether updates are in the program, and whether they wait for the norm."""
 
@@ -188,7 +192,8 @@ def test_only_fresh_gradients_of_one_block_are_allocated(mesh: Any, way: str) ->
 @on_ranks(1, 2)
 def test_a_step_leaves_no_cycles(mesh: Any) -> None:
     """Cycles would keep activations until the collector runs, which counts objects and not their bytes."""
-    state, found = ya.init(params(), TX, mesh=mesh), []
+    state = ya.init(params(), TX, mesh=mesh)
+    found = []
     step = ya.train_step(loss, TX, schedule=SCHEDULES["zero3-remat-every"], microbatches=3)
     for _ in range(4):
         with no_collection():
@@ -220,7 +225,8 @@ def graphs(mesh: Any, schedule: str) -> list[list[tuple[list[int], list[int]]]]:
     def loss(params: Params, x: Tensor) -> Any:
         return ya.scan(squared, x, (params.layers, torch.arange(LAYERS)))[0]
 
-    state, found = ya.init(params(), TX, mesh=mesh), []
+    state = ya.init(params(), TX, mesh=mesh)
+    found = []
     step = ya.train_step(loss, TX, schedule=SCHEDULES[schedule])
     with no_collection():
         for _ in range(3):

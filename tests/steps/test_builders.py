@@ -120,7 +120,9 @@ def test_so_are_those_of_what_no_visit_reads(_: Any, builder: str) -> None:
 def sent(mesh: Mesh) -> Iterator[collections.Counter[str]]:
     """Counts the bytes that this rank sends, by kind of collective, as they really happen."""
     comms, found = communicators(mesh), collections.Counter[str]()
-    gathers, reductions, summed = GlooGroup.all_gathers, GlooGroup.reduce_scatters, dist.all_reduce
+    gathers = GlooGroup.all_gathers
+    reductions = GlooGroup.reduce_scatters
+    summed = dist.all_reduce
     replicas = comms.replicate_group.process_group if comms.replicas > 1 else None
 
     def all_gathers(group: GlooGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
@@ -160,7 +162,8 @@ TX = ya.optim.adamw(1e-3)
 def test_collectives_are_those_of_the_program(_: Mesh, builder: str) -> None:
     """In the second step under each schedule of `builder`."""
     kind, schedules = BUILDERS[builder]
-    mesh, problem = made(kind), PROBLEMS["base"]
+    mesh = made(kind)
+    problem = PROBLEMS["base"]
     batch = batch_of(mesh.get_rank())
     for name, schedule in schedules.items():
         state = ya.init(problem.params(5), TX, mesh=mesh)
@@ -179,7 +182,8 @@ def test_collectives_are_those_of_the_program(_: Mesh, builder: str) -> None:
 
 def trained(mesh: Mesh, problem: Problem, tx: Any, schedule: Any, batches: list[Batch], skip: bool) -> Any:
     """The state after a step on each of `batches`, and the metrics of the last."""
-    state, metrics = ya.init(problem.params(3), tx, mesh=mesh), {}
+    state = ya.init(problem.params(3), tx, mesh=mesh)
+    metrics = {}
     step = ya.train_step(problem.loss, tx, schedule=schedule, microbatches=3, skip_nonfinite=skip)
     for batch in batches:
         state, metrics = step(state, batch)
@@ -205,7 +209,8 @@ UPDATED: dict[str, Any] = {
 @pytest.mark.parametrize("clips", [True, False])
 def test_updates_in_the_program_have_the_bits_of_the_separate_step(mesh: Any, builder: str, clips: bool) -> None:
     """Where the step clips and skips, and where it does neither."""
-    mesh, factory = made(BUILDERS[builder][0]), UPDATED[builder]
+    mesh = made(BUILDERS[builder][0])
+    factory = UPDATED[builder]
     clip = [ya.optim.clip_by_global_norm(0.1)] if clips else []
     tx = ya.optim.chain(*clip, ya.optim.adamw(1e-2, weight_decay=0.1))
     batches = [batch_of(mesh.get_rank(), seed=seed) for seed in range(3)]
@@ -214,7 +219,8 @@ def test_updates_in_the_program_have_the_bits_of_the_separate_step(mesh: Any, bu
         state, metrics, program = trained(mesh, problem, tx, factory(update=True), batches, clips)
         assert program.has_updates
         assert same(bits(state), bits(apart))
-        assert state.step == apart.step == 3 and torch.equal(metrics["loss"], told["loss"])
+        assert state.step == apart.step == 3
+        assert torch.equal(metrics["loss"], told["loss"])
         torch.testing.assert_close(metrics["grad_norm"], told["grad_norm"])
 
 
@@ -235,8 +241,10 @@ def test_updates_in_the_program_have_the_bits_of_the_separate_step(mesh: Any, bu
 def test_a_builder_says_which_mesh_it_needs(_: Mesh, kind: str, call: Any, advice: str) -> None:
     """In the first step and in `lower`; the state goes on."""
     factory, *args = call
-    mesh, problem = made(kind), PROBLEMS["base"]
-    state, batch = ya.init(problem.params(2), TX, mesh=mesh), batch_of(mesh.get_rank())
+    mesh = made(kind)
+    problem = PROBLEMS["base"]
+    state = ya.init(problem.params(2), TX, mesh=mesh)
+    batch = batch_of(mesh.get_rank())
     step = ya.train_step(problem.loss, TX, schedule=getattr(s, factory)(*args))
     with pytest.raises(ValueError, match=factory) as lowered:
         step.lower(state, batch)

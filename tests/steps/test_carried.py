@@ -39,7 +39,8 @@ Seen = list[tuple[str, list[Tensor]]]
 
 def live(setting: Setting, update: bool, copies: bool, history: list[str], folder: Path) -> Seen:
     """What is seen after each action. copies: each begins with a copy of the state, so that nothing is carried."""
-    life, seen = Life(setting, update, folder), []
+    life = Life(setting, update, folder)
+    seen = []
     for action in ["step", "step", *history, "step", "step"]:
         life.state = life.state.copy() if copies else life.state
         out = ACTIONS[action](life)
@@ -184,7 +185,8 @@ def test_a_failure_in_the_backward(_: Mesh, clips: bool, tmp_path: Path) -> None
         life = Life(Setting("shard", builder, clips, "pinned"), True, tmp_path)
         for _ in range(3):
             life.take(life.step)
-        copy, before = life.state.copy(), bits(life.state)
+        copy = life.state.copy()
+        before = bits(life.state)
         with life.told(failure=("end of the backward", error)), pytest.raises(error):
             life.step(life.state, batch_of(life.rank))
         assert same(bits(life.state), before)

@@ -62,4 +62,5 @@ def test_streams_know_the_slots(mesh: Mesh, tmp_path: Any) -> None:
     (slots,) = life.state.memory.idle
     buffers = [*slots._weights.values(), *slots._grads.values()]
     streams = life.state.memory.comms.streams
-    assert len(buffers) > 4 and all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)
+    assert len(buffers) > 4
+    assert all(told.count(buffer.data_ptr()) >= len(streams) for buffer in buffers)

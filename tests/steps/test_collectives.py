@@ -39,18 +39,21 @@ class Collective(NamedTuple):
 def recorded() -> Iterator[list[Collective]]:
     """The vectors that collectives really carry, in order per kind; several may go together."""
     calls: list[Collective] = []
-    gathers, reductions = GlooGroup.all_gathers, GlooGroup.reduce_scatters
+    gathers = GlooGroup.all_gathers
+    reductions = GlooGroup.reduce_scatters
 
     def all_gathers(group: GlooGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
         for out, shard in zip(outs, shards, strict=True):
-            assert out.dtype == shard.dtype and out.numel() == group.process_group.size() * shard.numel()
+            assert out.dtype == shard.dtype
+            assert out.numel() == group.process_group.size() * shard.numel()
             if out.is_floating_point():  # agreements are not
                 calls.append(Collective("gather", out.numel(), out.dtype))
         gathers(group, outs, shards)
 
     def reduce_scatters(group: GlooGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
         for out, full in zip(outs, fulls, strict=True):
-            assert out.dtype == full.dtype and full.numel() == group.process_group.size() * out.numel()
+            assert out.dtype == full.dtype
+            assert full.numel() == group.process_group.size() * out.numel()
             calls.append(Collective("reduce", full.numel(), full.dtype))
         reductions(group, outs, fulls)
 
@@ -107,13 +110,16 @@ def test_counts_of_other_visits(pools: Pools) -> None:
         pools[2].run(counted, name, 5, "zero3", parts)
         for name, parts in (("tied", 3), ("twice", 1), ("frozen", 1), ("part", 1))
     )
-    assert tied[("gather", "embed")] == 1 and tied[("reduce", "embed")] == 3
+    assert tied[("gather", "embed")] == 1
+    assert tied[("reduce", "embed")] == 3
     # up, down, and both backward: each turn finds the last two layers in their slots
     assert twice[("gather", "layers")] == 5 + 3 * (5 - 2)
     # down's gradient of a layer leaves its slot before up's arrives, except at the turn
     assert twice[("reduce", "layers")] == 2 * 5 - 1
-    assert ("reduce", "embed") not in frozen and ("reduce", "layers") not in frozen
-    assert ("reduce", "more.main.frozen") not in frozen and frozen[("reduce", "more")] == 5
+    assert ("reduce", "embed") not in frozen
+    assert ("reduce", "layers") not in frozen
+    assert ("reduce", "more.main.frozen") not in frozen
+    assert frozen[("reduce", "more")] == 5
     # a visit that the loss does not use has a backward all the same: ranks may differ in what they use
     assert part[("reduce", "more")] == 6
 

@@ -57,8 +57,10 @@ def delayed(delays: Delays, seed: int) -> Iterator[None]:
             if numbers[kind].random() < probability:
                 time.sleep(longest * numbers[kind].random())
 
-    submit, begin_write = HostStream.submit, StateMemory.begin_write
-    begin, end = Session.begin_compute, Session.end_compute
+    submit = HostStream.submit
+    begin_write = StateMemory.begin_write
+    begin = Session.begin_compute
+    end = Session.end_compute
 
     def late_submit(self: HostStream, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
         def late() -> None:
@@ -93,7 +95,8 @@ def sums(layer: Any) -> Tensor:
 
 def train(mesh: Any, name: str, schedule: str, delays: Delays, precision: ya.Precision) -> tuple[list[Any], Any]:
     """Three steps, with an evaluation and a map over layers between them."""
-    problem, rank = PROBLEMS[name], mesh.get_local_rank()
+    problem = PROBLEMS[name]
+    rank = mesh.get_local_rank()
     state = ya.init(problem.params(3), TX, mesh=mesh, precision=precision)
     step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=3)
     evaluate = ya.eval_step(problem.loss)

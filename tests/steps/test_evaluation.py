@@ -48,7 +48,8 @@ def loss_with_aux(params: Params, batch: Batch) -> tuple[ya.Mean, Aux]:
 @pytest.mark.parametrize("by_turns", [True, nightly(False)])
 def test_evaluation_is_exact_and_changes_nothing(mesh: Any, by_turns: bool) -> None:
     """by_turns: each problem with one of the schedules"""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
     tolerance = 0.0 if ranks == 1 else 1e-5
     every = ("zero3", "zero3-far", "zero2-remat-all")
     for at, (name, problem) in enumerate(PROBLEMS.items()):
@@ -65,7 +66,8 @@ def test_evaluation_is_exact_and_changes_nothing(mesh: Any, by_turns: bool) -> N
                 what = f"{name}, {schedule}, {parts} microbatches"
                 for tree in (state, state.params):
                     got = evaluate(tree, batch_of(rank))
-                    assert set(got) == {"loss"} and not got["loss"].requires_grad
+                    assert set(got) == {"loss"}
+                    assert not got["loss"].requires_grad
                     compare(got["loss"], expected, tolerance, what)
         with torch.no_grad():
             direct = problem.loss(state.params, batch_of(rank))
@@ -80,8 +82,10 @@ def test_evaluation_is_exact_and_changes_nothing(mesh: Any, by_turns: bool) -> N
 
 @on_ranks(1, 2, 3)
 def test_aux_is_reduced(mesh: Any) -> None:
-    ranks, rank = mesh.size(), mesh.get_local_rank()
-    state, everything = ya.init(base_params(2), TX, mesh=mesh), global_batch(ranks)
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
+    state = ya.init(base_params(2), TX, mesh=mesh)
+    everything = global_batch(ranks)
     for parts in (1, 3):
         evaluate = ya.eval_step(loss_with_aux, has_aux=True, microbatches=parts)
         step = ya.train_step(loss_with_aux, TX, has_aux=True, microbatches=parts, donate=False)
@@ -90,7 +94,8 @@ def test_aux_is_reduced(mesh: Any) -> None:
             metrics = metrics[1] if call >= 2 else metrics
             found = metrics["aux"]
             compare(found["mean"], metrics["loss"], 1e-5, "mean")
-            assert found["valid"] == (everything["targets"] != IGNORED).sum() and found["valid"].dtype == torch.int64
+            assert found["valid"] == (everything["targets"] != IGNORED).sum()
+            assert found["valid"].dtype == torch.int64
             assert found["max"] == everything["targets"].max()
             means = [part.float().mean() for part in batch_of(rank)["tokens"].chunk(parts)]
             compare(found["own"], means[0] if parts == 1 else torch.stack(means), 1e-5, "own")
@@ -133,7 +138,8 @@ def dropout_within(params: Params, batch: Batch) -> ya.Mean:
 @WORLDS
 def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
     """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh)
     params = whole(plain(base_params(3)))
     for parts in (1, 3):
@@ -152,12 +158,14 @@ averaged = functools.partial(optree.tree_map, lambda a, b: 0.7 * a + 0.3 * b)
 @WORLDS
 def test_averaged_parameters(mesh: Any) -> None:
     """An exponential average of the parameters, by tree_map, evaluated between steps."""
-    step, evaluate = ya.train_step(base_loss, TX), ya.eval_step(base_loss)
+    step = ya.train_step(base_loss, TX)
+    evaluate = ya.eval_step(base_loss)
     for precision in (ya.Precision(), ya.Precision(compute=torch.bfloat16)):
         loose = 1e-5 if precision == ya.Precision() else 2e-2
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
         oracle = ya.PlainState.create(base_params(3), TX)
-        mean, plain_mean = optree.tree_map(Tensor.clone, state.params), whole(oracle.params)
+        mean = optree.tree_map(Tensor.clone, state.params)
+        plain_mean = whole(oracle.params)
         for number in range(4):
             mine, everything = own_and_all(mesh, seed=number)
             state, _ = step(state, mine)

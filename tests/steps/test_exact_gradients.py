@@ -32,7 +32,8 @@ def test_every_schedule(mesh: Any, layers: int, schedule: str) -> None:
 @pytest.mark.parametrize("schedule", FEW)
 def test_every_kind_of_visit(mesh: Any, name: str, schedule: str) -> None:
     """Tied, frozen and grouped units, several stacks, reverse, consts, outputs, unrolled and unused visits."""
-    layers, microbatches = 7 if name == "unrolled" else 3, (1, 3) if mesh.size() == 1 else (3,)
+    layers = 7 if name == "unrolled" else 3
+    microbatches = (1, 3) if mesh.size() == 1 else (3,)
     check_exact(mesh, PROBLEMS[name], layers=layers, schedules=(schedule,), microbatches=microbatches)
 
 

@@ -66,7 +66,8 @@ def unrolled_dropout_loss(params: Params, x: Tensor) -> Any:
 @pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero2-remat-all"])
 def test_dropout_replays(mesh: Any, schedule: str) -> None:
     """Each rank, step, microbatch and layer draws its own numbers; a recomputed block draws the same again."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
     for parts in (1, 3) if ranks == 1 else (3,):
         state = ya.init(base_params(3), TX, mesh=mesh)
         oracle = ya.PlainState.create(base_params(3), TX)
@@ -98,7 +99,9 @@ def test_dropout_has_equal_bits_on_one_rank(mesh: Any) -> None:
 # ---- low precision
 
 
-F64, F32, BF16 = torch.float64, torch.float32, torch.bfloat16
+F64 = torch.float64
+F32 = torch.float32
+BF16 = torch.bfloat16
 
 
 @on_ranks(1, 2, nightly(3))
@@ -118,7 +121,8 @@ def test_any_three_dtypes(
     mesh: Any, param: torch.dtype, compute: torch.dtype, reduce: torch.dtype, schedule: str
 ) -> None:
     """Master, compute and reduction in any mixture: what is rounded is rounded where `Precision` says."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
     state = ya.init(base_params(3), TX, mesh=mesh, precision=ya.Precision(param, compute, reduce))
     rounds_sums = param == BF16 or (reduce == BF16 and ranks > 1)
     tolerance = 1e-2 if rounds_sums else 1e-5
@@ -127,7 +131,8 @@ def test_any_three_dtypes(
         return base_loss(optree.tree_map(lambda leaf: leaf.to(param).to(compute), params), batch)
 
     options: Any = {"schedule": SCHEDULES[schedule], "microbatches": 3}
-    step, function = ya.train_step(base_loss, TX, **options), ya.value_and_grad(base_loss, **options)
+    step = ya.train_step(base_loss, TX, **options)
+    function = ya.value_and_grad(base_loss, **options)
     for number in range(3):
         params = optree.tree_map(Tensor.float, ya.unshard(state))
         value, grads = looped(cast, params, [batch_of(r, seed=number) for r in range(ranks)], parts=3)

@@ -79,7 +79,8 @@ def later_steps(start: ya.ShardedState, error: type[BaseException] = Planned, **
         before = bits(now)
         if not fail(fault, at, lambda now=now: step(now, data)):
             return fault.events
-        assert same(bits(now), before) and not now.memory.board.open
+        assert same(bits(now), before)
+        assert not now.memory.board.open
         now, _ = step(now, data)
         assert same(bits(now), next(expected)), f"event {at}"
     raise AssertionError("a step without an end")
@@ -177,7 +178,8 @@ def test_an_exception_beside_the_visits_leaves_the_state_usable(mesh: Any) -> No
 @on_ranks(1, 2)
 def test_a_failed_evaluation_or_gradient_disturbs_no_step(mesh: Any) -> None:
     """Failing evaluations and gradients by hand between steps that they must not disturb."""
-    fault, rank = Fault(), mesh.get_local_rank()
+    fault = Fault()
+    rank = mesh.get_local_rank()
     data = batch(rank)
     expected = expected_steps(state(mesh), loss_with(), 12)
     evaluate, gradient = ya.eval_step(loss_with(fault)), ya.value_and_grad(loss_with(fault))
@@ -189,7 +191,8 @@ def test_a_failed_evaluation_or_gradient_disturbs_no_step(mesh: Any) -> None:
         value, _ = gradient(now.params, data)
         assert torch.equal(value, evaluate(now, data)["loss"])
         now, metrics = step(now, data)
-        assert same(bits(now), after) and torch.equal(metrics["loss"], value)
+        assert same(bits(now), after)
+        assert torch.equal(metrics["loss"], value)
 
 
 @on_ranks(1, 2)
@@ -213,8 +216,10 @@ def test_an_optimizer_that_raises_leaves_the_state_usable(mesh: Any) -> None:
 @on_ranks(1, 2)
 def test_map_layers_that_raises_leaves_the_state_usable(mesh: Any) -> None:
     """`f` raises at each layer in turn, and the exceptions are kept, with all that their frames hold on to."""
-    data, kept = batch(mesh.get_local_rank()), []
-    step, now = make(loss_with()), state(mesh)
+    data = batch(mesh.get_local_rank())
+    kept = []
+    step = make(loss_with())
+    now = state(mesh)
     expected = expected_steps(state(mesh), loss_with(), 4)
     fault = Fault()
 
@@ -230,7 +235,8 @@ def test_map_layers_that_raises_leaves_the_state_usable(mesh: Any) -> None:
             kept.append(error)
         now, _ = step(now, data)
         assert same(bits(now), after)
-    assert len(kept) == 3 and doubled.entry == now.params["layers"].entry
+    assert len(kept) == 3
+    assert doubled.entry == now.params["layers"].entry
 
 
 @pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
@@ -266,7 +272,8 @@ def test_an_error_without_grad_that_the_loss_swallows_ends_the_step_before_its_u
 
     options = {"schedule": ya.schedules.zero3(update=True), "skip_nonfinite": False}
     tx = ya.optim.adamw(1e-2)
-    step, now = ya.train_step(careless, tx, **options), state(mesh, tx)
+    step = ya.train_step(careless, tx, **options)
+    now = state(mesh, tx)
     for _ in range(2):
         now, _ = step(now, data)
     before = bits(now)

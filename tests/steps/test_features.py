@@ -22,7 +22,9 @@ from tests.harness.pool import on_ranks
 V, STEPS = 37, 3  # the third step is the first that captures
 TX = ya.optim.chain(ya.optim.clip_by_global_norm(0.5), ya.optim.adamw(1e-2, weight_decay=0.1))
 Batch = Mapping[str, Tensor]
-zero2, zero3, remat = ya.schedules.zero2, ya.schedules.zero3, ya.schedules.remat
+zero2 = ya.schedules.zero2
+zero3 = ya.schedules.zero3
+remat = ya.schedules.remat
 
 
 class Features(NamedTuple):
@@ -138,25 +140,33 @@ def batch_of(rank: int, step: int, rows: int) -> Batch:
 def follows_the_plain_loop(mesh: Any, name: str) -> None:
     """Metrics of every step, gradients and evaluations between them, parameters in the end. Gradients are looked at
     last: later steps must not write into their memory."""
-    features, ranks, rank = CASES[name], mesh.size(), mesh.get_rank()
-    low, rows = features.precision.compute == torch.bfloat16, 2 * features.chunks * features.microbatches
+    features = CASES[name]
+    ranks = mesh.size()
+    rank = mesh.get_rank()
+    low = features.precision.compute == torch.bfloat16
+    rows = 2 * features.chunks * features.microbatches
     config, abstract = model(features)
     loss, plain_loss = loss_of(config, features), loss_of(config, Features())
 
     def oracle_loss(params: llama.Llama, batch: Batch) -> ya.Mean:
         return plain_loss(optree.tree_map(Tensor.bfloat16, params) if low else params, batch)
 
-    state, oracle = ya.init(abstract, TX, mesh=mesh, precision=features.precision), ya.PlainState.create(abstract, TX)
+    state = ya.init(abstract, TX, mesh=mesh, precision=features.precision)
+    oracle = ya.PlainState.create(abstract, TX)
     options = {"microbatches": features.microbatches}
     step = ya.train_step(loss, TX, schedule=features.schedule(**features.options), donate=features.donate, **options)
     shown = {key: value for key, value in features.options.items() if key != "update"}
     both = ya.value_and_grad(loss, schedule=features.schedule(**shown), **options)
-    plain_step, plain_both = ya.train_step(oracle_loss, TX), ya.value_and_grad(oracle_loss)
-    evaluate, tolerance, kept = ya.eval_step(loss), 2e-2 if low else 1e-5, []
+    plain_step = ya.train_step(oracle_loss, TX)
+    plain_both = ya.value_and_grad(oracle_loss)
+    evaluate = ya.eval_step(loss)
+    tolerance = 2e-2 if low else 1e-5
+    kept = []
 
     for number in range(STEPS):
         batches = [batch_of(r, number, rows) for r in range(ranks)]
-        own, whole = batches[rank], joined(batches)
+        own = batches[rank]
+        whole = joined(batches)
         if number % 2:
             kept.append((both(state.params, own)[1], plain_both(oracle.params, whole)[1]))
         at = evaluate(state, own)["loss"] if number % 2 == 0 else None

@@ -52,7 +52,8 @@ def light(kind: str = "plain", wires: str = "float8") -> Any:
 
 
 def on_a_rank(mesh: Any, name: str, kind: str, formats: str, parts: int) -> None:
-    plain, what = Plain(light(kind, formats)), f"{name}, {kind}, {formats}"
+    plain = Plain(light(kind, formats))
+    what = f"{name}, {kind}, {formats}"
     per_node = 2 if (name, mesh.size()) == ("nodes", 4) else 1
     gradients_and_steps(mesh, plain, schedules_for(mesh), parts, TOLERANCE, what, per_node=per_node)
 
@@ -123,10 +124,12 @@ def test_what_travels_and_lies_in_slots_is_what_the_program_says(mesh: Any) -> N
     precision = ya.Precision(compute=torch.bfloat16)
     state = ya.init(light("marked"), TX, mesh=mesh, precision=precision)
     for counted, said in sent(loss, state.copy(), batch_of(mesh.get_rank()))[:2]:
-        assert counted == said and (said > 0) == (mesh.size() > 1)
+        assert counted == said
+        assert (said > 0) == (mesh.size() > 1)
     program = planned_program(loss, light("marked"), state, TX)
     for unit in program.trace.units:
-        assert unit.gather_bytes == unit.gather_wire and ("float8" in unit.name) == (unit.gathered_as is not None)
+        assert unit.gather_bytes == unit.gather_wire
+        assert ("float8" in unit.name) == (unit.gathered_as is not None)
     whole = ya.init(tree(Wire(), "marked"), TX, mesh=mesh, precision=precision)
     slots = [each.slot_bytes() for each in (program, ya.train_step(loss, TX).lower(whole, batch_of(0)))]
     assert sum(slots[0].values()) < 0.8 * sum(slots[1].values())
@@ -139,7 +142,8 @@ def test_blocks_that_take_their_weights_apart(mesh: Any) -> None:
     def mapped(x: Tensor, w: Any) -> Any:
         return block(x, optree.tree_map(torch.clone, w))
 
-    params, mine = light(), batch_of(mesh.get_rank(), rows=2)
+    params = light()
+    mine = batch_of(mesh.get_rank(), rows=2)
     state = ya.init(params, TX, mesh=mesh, precision=EXACT)
     value, grads = ya.value_and_grad(loss)(state.params, mine)
     for way in (mapped, ya.chunk(block, 2, in_axes=(0, None))):

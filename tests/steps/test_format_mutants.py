@@ -67,7 +67,9 @@ class Case(NamedTuple):
     @staticmethod
     def drawn(rng: Random, *, once: bool) -> Case:
         """once: each gradient is reduced once, however a program is changed, and so rounded once"""
-        kind, parts, mesh = rng.choice(("plain", "marked", "tied")), rng.choice((1, 3)), rng.choice(("shard", "nodes"))
+        kind = rng.choice(("plain", "marked", "tied"))
+        parts = rng.choice((1, 3))
+        mesh = rng.choice(("shard", "nodes"))
         wire = rng.choice((Wire(), *WIRES.values()))
         moments = rng.choice((None, *(format for format, _ in MOMENTS.values())))
         if once and (parts > 1 or kind == "marked"):
@@ -99,7 +101,8 @@ def expected(case: Case, ranks: int) -> Loop:
 
 
 def is_exact(mesh: Any, case: Case, state: Any) -> bool:
-    params, loop = ya.unshard(state), expected(case, mesh.size())
+    params = ya.unshard(state)
+    loop = expected(case, mesh.size())
     try:
         loop.compare(params, "")
     except AssertionError:
@@ -119,7 +122,8 @@ def lowered(mesh: Any, case: Case) -> Program:
 def other_formats(program: Program, rng: Random) -> Program:
     """The program with a unit that travels otherwise, or in a region of another size."""
     units = list(program.trace.units)
-    at, other = rng.randrange(len(units)), rng.choice(units)
+    at = rng.randrange(len(units))
+    other = rng.choice(units)
     unit = units[at]
     changes: list[dict[str, Any]] = [
         {"gathered_as": other.gathered_as},
@@ -139,7 +143,8 @@ def damaged_programs(mesh: Any, numbers: range) -> Counter[str]:
     found: Counter[str] = Counter()
     for number in numbers:
         case = Case.drawn(Random(f"program {number // ALIKE}, {mesh.size()} ranks"), once=True)
-        rng, rule = Random(f"change {number}"), ""
+        rng = Random(f"change {number}")
+        rule = ""
         program = right = lowered(mesh, case)
         while program == right or (not rule and rng.random() < 0.3):
             program = other_formats(program, rng) if rng.random() < 0.1 else mutant(program, rng)
@@ -170,7 +175,9 @@ def some(*daily: tuple[int, int], each: int = 100) -> list[Any]:
 def test_no_wrong_program_is_accepted(pools: dict[int, Pool], world: int, numbers: range) -> None:
     found = pools[world].run(damaged_programs, numbers)
     print(f"\ndamaged programs: {dict(found[0])}")
-    assert found == [found[0]] * world and found[0]["accepted, exact"] and found[0]["refused"]
+    assert found == [found[0]] * world
+    assert found[0]["accepted, exact"]
+    assert found[0]["refused"]
 
 
 # ---- executions
@@ -215,7 +222,8 @@ ROWS = ("scale of another block", "another block", "wrong region", "region too s
 
 def coding(real: Any, fault: Fault, format: Format, given: Tensor, out: Tensor) -> None:
     """Encodes, or decodes, `given` into `out`: damaged is what is encoded, before or behind."""
-    before, decodes = out.clone(), given.dtype == torch.uint8
+    before = out.clone()
+    decodes = given.dtype == torch.uint8
     real(format, given, out)
     if not fault.here():
         return
@@ -261,7 +269,8 @@ def gathering(
     if not fault.here():
         return
     at = fault.rng.randrange(len(fulls))
-    full, right = fulls[at], fulls[at].clone()
+    full = fulls[at]
+    right = fulls[at].clone()
     if fault.how == "left out":
         full.copy_(before[at])
     else:
@@ -287,7 +296,8 @@ def reducing(
     if not fault.here():
         return
     at = fault.rng.randrange(len(shards))
-    shard, right = shards[at], shards[at].clone()
+    shard = shards[at]
+    right = shards[at].clone()
     sum = shard - before[at] if adds[at] else right
     if fault.how == "twice":
         shard.add_(sum)
@@ -375,7 +385,8 @@ def damaged_executions(mesh: Any, numbers: range) -> list[Outcome]:
                 state = after(mesh, step, case.state(), range(STEPS - 1))
             exact = is_exact(mesh, case, after(mesh, step, state, range(STEPS - 1, STEPS)))
         except RuntimeError as error:
-            assert case.schedule == RECOMPUTED and "the block returned other values than in its forward" in str(error)
+            assert case.schedule == RECOMPUTED
+            assert "the block returned other values than in its forward" in str(error)
             exact = False
         found.append((fault.struck and f"{fault.struck}: {number}, {case}", exact))
     return found

@@ -47,7 +47,8 @@ def through_layers(p: Any, _: Any = None) -> Tensor:
 
 def inside(mesh: Any, name: str, by_unit: bool) -> str:
     """What became of two steps with the verb in the update: "works", where they train as without it, or the error."""
-    sgd, calls = ya.optim.sgd(0.1), []
+    sgd = ya.optim.sgd(0.1)
+    calls = []
 
     def nested(grads: Any, opt_state: Any, tree: Any = None) -> Any:
         both = [{key: found[0] for key, of in each.items() if (found := handles(of))} for each in (tree, grads)]
@@ -57,8 +58,10 @@ def inside(mesh: Any, name: str, by_unit: bool) -> str:
 
     tx = ya.optim.assume_elementwise((sgd.init, nested))
     options = {"schedule": ya.schedules.zero3(update=by_unit), "skip_nonfinite": not by_unit}
-    one, other = state(mesh, tx), state(mesh, sgd)
-    step, without = ya.train_step(loss, tx, **options), ya.train_step(loss, sgd, **options)
+    one = state(mesh, tx)
+    other = state(mesh, sgd)
+    step = ya.train_step(loss, tx, **options)
+    without = ya.train_step(loss, sgd, **options)
     for _ in range(3):
         try:
             one, _ = step(one, batch(mesh.get_rank()))

@@ -66,7 +66,8 @@ def test_at_any_line_of_a_step(optimizer: str, each: int) -> None:
         step(fresh, batch())
     unchanged = gone = 0
     for at in range(0, whole.lines, each):
-        now, interrupt = base.copy(), Interrupt(at)
+        now = base.copy()
+        interrupt = Interrupt(at)
         try:
             with interrupt.running():
                 step(now, batch())
@@ -89,7 +90,8 @@ def test_at_any_line_of_a_step(optimizer: str, each: int) -> None:
 
 def test_inside_the_commit(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the optimizer has written parameters, but the new state is not there yet, the old one must not pass."""
-    kernel, armed = kernels.fused_adamw, False
+    kernel = kernels.fused_adamw
+    armed = False
 
     def interrupted(*args: Any, **options: Any) -> None:
         kernel(*args, **options)

@@ -38,7 +38,8 @@ from tests.harness.oracle import batch_of, by_autograd, compare
 from tests.harness.pool import Pool, on_ranks
 from tests.harness.problems import Batch, E, V, masked_loss
 
-BF16, F32 = torch.bfloat16, torch.float32
+BF16 = torch.bfloat16
+F32 = torch.float32
 X = 4
 HALF = ya.Precision(F64, compute=BF16, reduce=F64)
 """Sums in float64: what is off by more than 1e-12 was rounded in another place."""
@@ -204,10 +205,12 @@ def test_adapters(mesh: Any) -> None:
     """Adapters are of the dtype of their matrix."""
     abstract = ya.lora(tree(), 2, lambda path, _: path.endswith(("router", "up")))
     router = abstract["layers"].tree["router"]
-    assert router.a.compute == router.b.compute == F32 and abstract["layers"].tree["up"].a.compute is None
+    assert router.a.compute == router.b.compute == F32
+    assert abstract["layers"].tree["up"].a.compute is None
     state, params, batches = begun(mesh, abstract)
     stored = {g.name: leaf.dtype for _, g, leaf in state.params["layers"].group_leaves()}
-    assert stored["layers.frozen(float32)"] == F32 and stored["layers.frozen"] == BF16
+    assert stored["layers.frozen(float32)"] == F32
+    assert stored["layers.frozen"] == BF16
     plain = plain_of(abstract)
     for _ in range(2):
         _, grads = plain.value_and_grad(params, batches)

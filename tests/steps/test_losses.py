@@ -52,17 +52,22 @@ def not_finite(make: Callable[[], Any], which: str, rank: int = 0, bad_here: boo
         step = ya.train_step(BAD[which], TX, **options)
         good = {**batch(rank), "bad": torch.tensor(0)}
         bad = {**good, "bad": torch.tensor(int(bad_here))}
-        now, expected = make(), ya.train_step(BAD[which], TX, **options)(make(), good)[0]
+        now = make()
+        expected = ya.train_step(BAD[which], TX, **options)(make(), good)[0]
         before = bits(now)
         for count in (1, 2):  # recorded, then by its program
             now, metrics = step(now, bad)
             assert float(metrics["skipped"]) == 1.0, metrics
-            assert same(bits(now), before) and now.step == count
+            assert same(bits(now), before)
+            assert now.step == count
         now, metrics = step(now, good)
-        assert float(metrics["skipped"]) == 0.0 and metrics["grad_norm"].isfinite() and now.step == 3
+        assert float(metrics["skipped"]) == 0.0
+        assert metrics["grad_norm"].isfinite()
+        assert now.step == 3
         assert same(bits(now), bits(expected))
         now, metrics = step(now, good)
-        assert metrics["loss"].isfinite() and float(metrics["skipped"]) == 0.0
+        assert metrics["loss"].isfinite()
+        assert float(metrics["skipped"]) == 0.0
 
 
 @on_ranks(1)
@@ -96,7 +101,9 @@ def test_a_step_that_one_rank_skips_is_skipped_by_all(mesh: Any) -> None:
     """Rank 1 skips the second of three steps; nobody else judges any."""
     asked = iter(range(3))
     step = ya.train_step(loss, TX, skip=lambda _: torch.tensor(next(asked) == 1 and mesh.get_local_rank() == 1))
-    now, kept, skipped = state(mesh), [], []
+    now = state(mesh)
+    kept = []
+    skipped = []
     for _ in range(3):
         before = bits(now)
         now, metrics = step(now, batch(mesh.get_local_rank()))
@@ -110,24 +117,28 @@ def test_a_user_may_judge_steps(mesh: Any) -> None:
     """`skip` sees the metrics of all ranks before the update, in every kind of step, and beside `skip_nonfinite`."""
     data = batch(mesh.get_local_rank())
     for options in ({}, {"microbatches": 2}, {"schedule": ya.schedules.zero3(update=True)}):
-        bound, seen = torch.tensor(float("inf")), []
+        bound = torch.tensor(float("inf"))
+        seen = []
 
         def skip(metrics: dict[str, Any], bound: Tensor = bound, seen: list[float] = seen) -> Tensor:
             seen.append(float(metrics["loss"]))
             return torch.as_tensor(metrics["loss"] > bound)
 
         step = ya.train_step(loss, TX, skip=skip, **options)
-        now, expected = state(mesh), state(mesh)
+        now = state(mesh)
+        expected = state(mesh)
         for allowed in (float("inf"), 0.0, float("inf")):
             bound.fill_(allowed)
             before = bits(now)
             now, metrics = step(now, data)
-            assert seen[-1] == float(metrics["loss"]) and float(metrics["skipped"]) == (allowed == 0)
+            assert seen[-1] == float(metrics["loss"])
+            assert float(metrics["skipped"]) == (allowed == 0)
             assert allowed != 0 or same(bits(now), before)
         plain = ya.train_step(loss, TX, **options)
         for _ in range(2):
             expected, _ = plain(expected, data)
-        assert same(bits(now), bits(expected)) and len(seen) == 3
+        assert same(bits(now), bits(expected))
+        assert len(seen) == 3
     step = ya.train_step(loss, TX, skip=lambda metrics: metrics["loss"])
     with pytest.raises(
         TypeError, match=r"skip returned torch.float.* of shape \(\): expected a bool tensor without axes"

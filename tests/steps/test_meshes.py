@@ -57,10 +57,12 @@ def test_the_pure_path_sums_in_accumulate(pools: Pools, mesh: str) -> None:
     wide = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16, accumulate=torch.float32))
     narrow = pools[4].run(on, mesh, rounded, ya.Precision(reduce=BF16))
     for (got, again), (in_bf16, _) in zip(wide, narrow, strict=True):
-        assert torch.equal(got, again) and got.dtype == torch.float32
+        assert torch.equal(got, again)
+        assert got.dtype == torch.float32
         if mesh in ("shard", "copies"):  # one sum over all ranks, no partial sums that are rounded
             assert torch.equal(got, exact)
-        assert (in_bf16 - exact).norm() > 0 and (got - exact).norm() < (in_bf16 - exact).norm()
+        assert (in_bf16 - exact).norm() > 0
+        assert (got - exact).norm() < (in_bf16 - exact).norm()
 
 
 SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": ya.schedules.hsdp()}
@@ -72,7 +74,8 @@ SCHEDULES = {"ddp": ya.schedules.ddp(), "zero3": ya.schedules.zero3(), "hsdp": y
 )
 def test_a_step_sums_in_accumulate_too(_: Any, name: str, schedule: str) -> None:
     """A step reduces as the pure path does, to the bit, and its replicas stay equal to the bit."""
-    mesh, precision = made(name), ya.Precision(reduce=BF16, accumulate=torch.float32)
+    mesh = made(name)
+    precision = ya.Precision(reduce=BF16, accumulate=torch.float32)
     state = ya.init({"w": ya.Param((1001,))}, ya.optim.sgd(1.0), mesh=mesh, precision=precision)
     own = slope(mesh.get_rank())
 
@@ -104,4 +107,5 @@ def test_replicas_save_a_shard_once(pools: Pools, tmp_path: Path) -> None:
         sizes[mesh] = sum(file.stat().st_size for file in (tmp_path / mesh).rglob("*.safetensors"))
     numel = sum(leaf.numel() for leaf in optree.tree_leaves(ya.materialize(resharding.net(), seed=0)))
     assert sizes["shard"] > 4 * numel
-    assert sizes["replicate"] < 1.2 * sizes["shard"] and sizes["copies"] < 1.2 * sizes["shard"]
+    assert sizes["replicate"] < 1.2 * sizes["shard"]
+    assert sizes["copies"] < 1.2 * sizes["shard"]

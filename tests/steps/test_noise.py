@@ -62,7 +62,8 @@ STAGED = {
 def test_stages_draw_what_one_stage_draws(_: Any, name: str) -> None:
     """One rank's part: three steps and an evaluation as on plain tensors, whatever generators rank by rank hold."""
     schedule, per_stage, shape = STAGED[name]
-    batch, abstract = batch_of(0, rows=4), base_params(5)
+    batch = batch_of(0, rows=4)
+    abstract = base_params(5)
     trace = ya.planner.trace(summed_loss, abstract, batch, precision=F64, has_aux=True)
     assignment = s.assign(trace, 2, per_stage=per_stage, shape=shape)
     state = ya.init(abstract, TX, mesh=mesh_of(stage=2, shard=1), precision=F64, stages=assignment, seed=3)
@@ -199,7 +200,8 @@ def test_a_backward_draws_by_step_and_microbatch(remat: str) -> None:
     state = ya.init(base_params(2), TX, mesh=one_rank(), precision=F64)
     oracle = ya.PlainState.create(ya.unshard(state), TX)
     step = ya.train_step(loss, TX, schedule=s.zero3(remat=remat), microbatches=3)
-    plain, batch = ya.train_step(loss, TX, microbatches=3), batch_of(0)
+    plain = ya.train_step(loss, TX, microbatches=3)
+    batch = batch_of(0)
     for number in range(3):
         torch.manual_seed(number)
         state, _ = step(state, batch)
@@ -209,6 +211,7 @@ def test_a_backward_draws_by_step_and_microbatch(remat: str) -> None:
 
 def test_a_tree_without_a_state_draws_from_torchs_generators() -> None:
     """There is no step, by which the next call would draw other numbers."""
-    value, params = ya.value_and_grad(loss_alone), double()
+    value = ya.value_and_grad(loss_alone)
+    params = double()
     first, second = (value(params, batch_of(0))[0] for _ in range(2))
     assert first != second

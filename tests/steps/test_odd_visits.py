@@ -102,7 +102,9 @@ def described(w: Head, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
 def odd_loss(params: Params, x: Tensor) -> tuple[Tensor, Tensor]:
     carry = {"x": x, "count": torch.tensor(0), "same": x, "sum": x.new_zeros(())}
     carry, ys = ya.scan(odd_block, carry, params.layers)
-    assert ys["none"] is None and not ys["argmax"].requires_grad and not carry["count"].requires_grad
+    assert ys["none"] is None
+    assert not ys["argmax"].requires_grad
+    assert not carry["count"].requires_grad
     x = carry["x"] + 0.5 * carry["same"] * carry["count"] + carry["sum"]
     x, told = ya.apply(described, params.head, x)
     assert (told["text"], told["n"], told["index"].dtype) == ("t", 3, torch.int64)
@@ -306,7 +308,8 @@ def used_by_one(params: Params, x: Tensor, batch: Batch) -> Tensor:
 @on_ranks(2, 3)
 def test_ranks_that_use_different_outputs(mesh: Any) -> None:
     """Only the last rank's loss depends on the layers; the others must still take part in their reductions."""
-    ranks, rank = mesh.size(), mesh.get_local_rank()
+    ranks = mesh.size()
+    rank = mesh.get_local_rank()
     batches = [batch_of(r) | {"use": torch.full((3,), r == ranks - 1)} for r in range(ranks)]
     expected = looped(used_by_one, ya.params.without_markers(plain(base_params(3))), batches)
     state = ya.init(base_params(3), TX, mesh=mesh)
@@ -323,7 +326,8 @@ def test_ranks_that_use_different_outputs(mesh: Any) -> None:
 def test_parts_of_a_tree(mesh: Any) -> None:
     """Some of the parameters, beside others that stay fixed; plain tensors beside sharded ones."""
     ranks, batch = mesh.size(), batch_of(mesh.get_local_rank())
-    state, everything = ya.init(base_params(3), TX, mesh=mesh), global_batch(ranks)
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    everything = global_batch(ranks)
     whole = ya.params.without_markers(plain(base_params(3)))
 
     def of_layers(layers: Any, params: Params, batch: Batch) -> ya.Mean:

@@ -54,7 +54,8 @@ CASES: dict[str, tuple[int, dict[str, Any], int, str, str]] = {
 def alone(mesh: Any, case: str, delay: float = 0.0) -> dict[str, Any]:
     """Rank 1 fails by itself; what each rank sees then, and when it uses its states again."""
     steps, options, at, _, _ = CASES[case]
-    fault, usual = Fault(), Steps(loss_with(), 1)
+    fault = Fault()
+    usual = Steps(loss_with(), 1)
     other = state(usual.now.mesh)
     ranks = Steps(loss_with(fault), steps, other.mesh, **options)
     fault.before = lambda: time.sleep(delay)

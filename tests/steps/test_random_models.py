@@ -59,7 +59,8 @@ def use(x: Tensor, tree: Any) -> Tensor:
 def draw_tree(rng: random.Random) -> tuple[Any, list[tuple[str, ...]], list[tuple[str, ...]]]:
     """A tree, the paths of its stacks and of its single units."""
     tree: Any = {"in": weights(rng), "nested": {}}
-    stacks, singles = [], [("in",)]
+    stacks = []
+    singles = [("in",)]
     depth = rng.randint(1, 4)
     for name in "abc"[: rng.randint(1, 3)]:
         place, path = (tree["nested"], ("nested", name)) if rng.random() < 0.3 else (tree, (name,))
@@ -175,7 +176,8 @@ def draw(seed: int, dropout: bool, kind: str) -> tuple[Any, Loss, Any, Any]:
             total = total + 0.01 * batch["mask"].sum() * ya.global_norm(params["in"])
         return ya.Mean(total, batch["mask"].sum())
 
-    schedule, parts = draw_schedule(rng, kind), {"microbatches": rng.choice([1, 1, 2])}
+    schedule = draw_schedule(rng, kind)
+    parts = {"microbatches": rng.choice([1, 1, 2])}
     late = regular or "mapped" in names  # gradients that reach leaves are known too late for updates in the backward
     updates = {"schedule": schedule(update=rng.random() < 0.6), "skip_nonfinite": late or rng.random() < 0.5}
     return tree, loss, {"schedule": schedule(), **parts}, {**updates, **parts}
@@ -200,13 +202,16 @@ def one_case(kind: str, seed: int, dropout: bool = False) -> None:
     tx = ya.optim.sgd(0.1, momentum=0.9)
     state = ya.init(tree, tx, mesh=mesh, precision=ya.Precision(param=F64))
     plain = ya.PlainState.create(tree, tx)
-    step, plain_step = ya.train_step(loss, tx, **updates), ya.train_step(loss, tx, microbatches=options["microbatches"])
-    evaluate, differentiate = ya.eval_step(loss), ya.value_and_grad(loss, **options)
+    step = ya.train_step(loss, tx, **updates)
+    plain_step = ya.train_step(loss, tx, microbatches=options["microbatches"])
+    evaluate = ya.eval_step(loss)
+    differentiate = ya.value_and_grad(loss, **options)
     plain_differentiate = ya.value_and_grad(loss, microbatches=options["microbatches"])
     for batch in batches(seed, mesh.size()):
         mine = ya.shard_batch(batch, mesh)
         if state.step == 0 or not dropout:  # a plain tree does not know the step that the random numbers depend on
-            got, want = differentiate(state.params, mine), plain_differentiate(plain.params, batch)
+            got = differentiate(state.params, mine)
+            want = plain_differentiate(plain.params, batch)
             close(got, (want[0], ya.params.without_markers(want[1])))
         if not dropout:
             close(evaluate(state, mine)["loss"], want[0])

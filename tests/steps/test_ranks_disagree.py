@@ -56,7 +56,8 @@ def test_other_visits_in_the_first_step(mesh: Any, which: str) -> None:
     rank = mesh.get_rank()
     ranks = Steps(LOSSES[which] if rank else loss)
     start = time.monotonic()
-    first, again = ranks.said(), ranks.said()
+    first = ranks.said()
+    again = ranks.said()
     seconds = time.monotonic() - start
     assert "RanksDisagree: ranks disagree on what to communicate" in first, first
     for side, text in enumerate(SIDES[which]):
@@ -74,7 +75,8 @@ def test_another_number_of_microbatches(mesh: Any) -> None:
     text = ranks.said()
     seconds = time.monotonic() - start
     assert "RanksDisagree" in text and seconds < TIMEOUT, text
-    assert "ranks disagree on the program" in text and "rank 1: " in text
+    assert "ranks disagree on the program" in text
+    assert "rank 1: " in text
 
 
 @on_ranks(2)
@@ -116,7 +118,8 @@ def test_other_schedules(mesh: Any, as_programs: bool) -> None:
 @on_ranks(2)
 def test_other_visits_on_one_rank_later(mesh: Any) -> None:
     """A loss that visits other units on rank 1 from the second step on."""
-    rank, count = mesh.get_rank(), 0
+    rank = mesh.get_rank()
+    count = 0
 
     def changing(params: Any, data: Any) -> Any:
         return (swapped if rank and count else loss)(params, data)
@@ -125,7 +128,8 @@ def test_other_visits_on_one_rank_later(mesh: Any) -> None:
     count = 1
     first = ranks.said(SOON)
     if rank:
-        assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in first and "layers[0]" in first
+        assert "OrderChanged: forward of head (visit 1, microbatch 0, step 1)" in first
+        assert "layers[0]" in first
     else:
         assert re.search(r"CommunicationError: rank 0: (gather|reduce) of ", first)
     assert "lost since" in ranks.said()
@@ -146,7 +150,9 @@ def test_other_parameters(mesh: Any, which: str) -> None:
         ya.train_step(lambda p, data: ya.apply(lambda w: w.square().sum(), p["head"]), TX)(now, batch(rank))
 
     text = outcome(run)
-    assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
+    assert "RanksDisagree: ranks disagree on " in text
+    assert "rank 0: " in text
+    assert "rank 1: " in text
 
 
 @on_ranks(2)
@@ -157,7 +163,9 @@ def test_other_aux(mesh: Any, which: str) -> None:
     aux: Any = {"a": ya.Sum(torch.ones(2 + rank))} if which == "sizes" else {"a": ya.Sum(torch.ones(2))} if rank else {}
     step = ya.train_step(lambda params, data: (loss(params, data), aux), TX, has_aux=True)
     text = outcome(lambda: step(state(mesh), batch(rank)))
-    assert "RanksDisagree: ranks disagree on " in text and "rank 0: " in text and "rank 1: " in text
+    assert "RanksDisagree: ranks disagree on " in text
+    assert "rank 0: " in text
+    assert "rank 1: " in text
 
 
 @on_ranks(2)
@@ -204,7 +212,8 @@ def test_a_visit_without_grad_on_one_rank_in_a_later_step_is_no_gather_of_the_ot
 @on_ranks(2)
 def test_a_rank_without_memory_for_slots_is_lost_to_the_others_and_says_so(mesh: Any) -> None:
     """Rank 1 alone finds no memory for the slots of a first step, and tries again."""
-    rank, ranks = mesh.get_rank(), Steps(loss)
+    rank = mesh.get_rank()
+    ranks = Steps(loss)
     Steps(loss, 1, ranks.now.mesh)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:

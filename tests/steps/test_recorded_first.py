@@ -97,12 +97,15 @@ LOSSES: dict[str, Callable[[], LossFn]] = {
 @pytest.mark.parametrize("which", LOSSES)
 def test_a_loss_of_values_trains(mesh: Any, which: str) -> None:
     """Two steps as the plain loop's; step 0 runs the program, which computes the same bits as it does from then on."""
-    total, rank = LOSSES[which](), mesh.get_rank()
-    step, first = ya.train_step(total, TX), ya.train_step(total, TX)
+    total = LOSSES[which]()
+    rank = mesh.get_rank()
+    step = ya.train_step(total, TX)
+    first = ya.train_step(total, TX)
     oracle = ya.train_step(LOSSES[which](), TX)
     whole = [batch(k) for k in range(mesh.size())]
     data = optree.tree_map(lambda *xs: torch.cat(xs), *whole)
-    now, expected = state(mesh), ya.PlainState.create(plain(params()), TX)
+    now = state(mesh)
+    expected = ya.PlainState.create(plain(params()), TX)
     start = bits(now)
     evaluated = ya.eval_step(total)(now, batch(rank))["loss"]
     for number in range(3):
@@ -125,7 +128,8 @@ def test_a_loss_of_values_trains(mesh: Any, which: str) -> None:
 def test_a_table_from_a_trace_is_refused_by_name(in_block: bool) -> None:
     table = cached()
     total = tabled(table, in_block=in_block)
-    step, now = ya.train_step(total, TX), state()
+    step = ya.train_step(total, TX)
+    now = state()
     step.lower(now, batch())
     for use in (step, ya.eval_step(total)):
         with pytest.raises(RuntimeError, match=r"a tensor of shape \(5,\) .* made while the loss was traced .*cache"):
@@ -147,7 +151,8 @@ def test_a_table_that_the_planner_has_made_is_refused_by_name() -> None:
 def across_stages(_: Any, there_before: bool) -> tuple[str, float]:
     """A step across stages is always traced first."""
     table, found = cached(), [float("nan")]
-    mesh, assignment = breakable_stages(2), ya.schedules.assign(ya.planner.trace(loss, params(), batch()), 2)
+    mesh = breakable_stages(2)
+    assignment = ya.schedules.assign(ya.planner.trace(loss, params(), batch()), 2)
     now, total = ya.init(params(), TX, mesh=mesh, stages=assignment), tabled(table, in_block=True)
     if there_before:
         table(5)
@@ -172,7 +177,8 @@ def test_a_table_from_the_trace_of_a_pipeline_is_refused_by_name(pools: Pools) -
 def test_a_table_that_is_there_before_the_trace_serves_a_pipeline(mesh: Any) -> None:
     want = ya.train_step(tabled(cached(), in_block=True), TX)(state(), batch())[1]["loss"].item()
     said, found = across_stages(mesh, True)
-    assert said == "returned" and found == pytest.approx(want, rel=1e-5)
+    assert said == "returned"
+    assert found == pytest.approx(want, rel=1e-5)
 
 
 # ---- weights without a graph, which blocks let out
@@ -234,7 +240,8 @@ def test_the_loss_runs_once_more_with_the_same_random_numbers() -> None:
         drawn.append(tuple(numbers))
         return ya.apply(head, tree["head"], x, data["targets"])
 
-    step, now = ya.train_step(noisy, TX), state()
+    step = ya.train_step(noisy, TX)
+    now = state()
     before = torch.get_rng_state()
     for _ in range(2):
         now, _ = step(now, batch())
@@ -310,7 +317,8 @@ def test_a_recording_is_closed() -> None:
             raise OSError("planned")
         return loss(tree, data)
 
-    step, now = ya.train_step(keeping, TX), state()
+    step = ya.train_step(keeping, TX)
+    now = state()
     with pytest.raises(OSError, match="planned"):
         step(now, batch())
     step(now, batch())
@@ -365,5 +373,7 @@ def test_ranks_that_record_other_calls_say_so(mesh: Any, which: str) -> None:
     step = ya.train_step(other if mesh.get_local_rank() else own, TX, has_aux=has_aux)
     error = outcome(lambda: step(now, batch()))
     assert error.startswith(f"{RanksDisagree.__module__}.RanksDisagree: ranks disagree on what to communicate")
-    assert text in error and "rank 0: " in error and "rank 1: " in error
+    assert text in error
+    assert "rank 0: " in error
+    assert "rank 1: " in error
     assert same(bits(now), before)

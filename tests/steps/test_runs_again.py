@@ -105,7 +105,8 @@ def in_an_object(params: Any, rows: Any) -> ya.Mean:
 
 @on_ranks(1, 2)
 def test_objects_with_tensors_are_returned_where_graphs_are_kept_alone(mesh: Any) -> None:
-    state, found = ya.init(model(), TX, mesh=mesh), []
+    state = ya.init(model(), TX, mesh=mesh)
+    found = []
     for function in (loss, in_an_object):
         found.append(ya.unshard(ya.grad(function)(state.params, batch())))
     torch.testing.assert_close(found[0], found[1])
@@ -224,7 +225,8 @@ def test_later_steps_of_stages_look_again(_: Any, what: str) -> None:
 def looks_again(state: Any, what: str, first: int, schedule: Any) -> None:
     """Steps until something is said, which begins in step `first`."""
     made, said = (LATER | LATER_IN_STAGES)[what]
-    later, begun = made(), False
+    later = made()
+    begun = False
     step = ya.train_step(lambda params, rows: later(params, rows, begun), TX, schedule=schedule)
     for _ in range(first):
         state, _ = step(state, batch())

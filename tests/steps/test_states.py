@@ -63,8 +63,11 @@ def test_without_donation(mesh: Any) -> None:
         before = bits(state)
         first, metrics = keep(state, batch_of(rank))
         again, metrics_again = keep(state, batch_of(rank))
-        assert same(bits(state), before) and same(bits(first), bits(again)) and not same(bits(first), before)
-        assert torch.equal(metrics["loss"], metrics_again["loss"]) and (state.step, first.step) == (0, 1)
+        assert same(bits(state), before)
+        assert same(bits(first), bits(again))
+        assert not same(bits(first), before)
+        assert torch.equal(metrics["loss"], metrics_again["loss"])
+        assert (state.step, first.step) == (0, 1)
         # all three go on from where they are, and none touches another's memory
         second, _ = donate(first, batch_of(rank, seed=1))
         assert same(bits(state), before)
@@ -95,7 +98,8 @@ def test_replaced_parameters(mesh: Any) -> None:
 @WORLDS
 def test_parameters_of_another_state(mesh: Any) -> None:
     """A state that goes on from them keeps its own precision; the other state stays as it is."""
-    step, batches = ya.train_step(base_loss, TX), [own_and_all(mesh)]
+    step = ya.train_step(base_loss, TX)
+    batches = [own_and_all(mesh)]
     state = ya.init(base_params(3), TX, mesh=mesh)
     other = ya.init(base_params(3), TX, mesh=mesh, seed=1, precision=ya.Precision(compute=torch.bfloat16))
     oracle, oracle_other = (ya.PlainState.create(base_params(3), TX, seed=seed) for seed in (0, 1))
@@ -113,13 +117,12 @@ def test_moments_of_a_copy(mesh: Any) -> None:
     mine, everything = own_and_all(mesh)
     state, _ = step(ya.init(base_params(3), TX, mesh=mesh), mine)
     oracle, _ = step(ya.PlainState.create(base_params(3), TX), everything)
-    kept, oracle_kept = state.copy(), oracle
+    kept = state.copy()
+    oracle_kept = oracle
     state, oracle = check_steps((step, state), (step, oracle), [(mine, everything)], 1e-5, "one step")
     for number in range(2):
-        state, oracle = (
-            dataclasses.replace(state, opt_state=kept.opt_state),
-            dataclasses.replace(oracle, opt_state=oracle_kept.opt_state),
-        )
+        state = dataclasses.replace(state, opt_state=kept.opt_state)
+        oracle = dataclasses.replace(oracle, opt_state=oracle_kept.opt_state)
         batches = [own_and_all(mesh, seed=number)]
         state, oracle = check_steps((step, state), (step, oracle), batches, 1e-5, "with the copy's moments")
     check_steps((step, kept), (step, oracle_kept), [(mine, everything)], 1e-5, "the copy")
@@ -138,7 +141,8 @@ def test_parameters_of_the_state_itself_in_a_batch(mesh: Any) -> None:
     mine, _ = own_and_all(mesh)
     found = []
     for each in (loss, base_loss):
-        state, step = ya.init(base_params(3), TX, mesh=mesh), ya.train_step(each, TX)
+        state = ya.init(base_params(3), TX, mesh=mesh)
+        step = ya.train_step(each, TX)
         for _ in range(2):
             state, _ = step(state, mine | {"teacher": state.params})
         found.append(bits(state))
@@ -148,7 +152,8 @@ def test_parameters_of_the_state_itself_in_a_batch(mesh: Any) -> None:
 @WORLDS
 def test_batches_of_any_shape(mesh: Any) -> None:
     """A program depends on visits, never on shapes: batches may change theirs from step to step."""
-    state, oracle = ya.init(base_params(3), TX, mesh=mesh), ya.PlainState.create(base_params(3), TX)
+    state = ya.init(base_params(3), TX, mesh=mesh)
+    oracle = ya.PlainState.create(base_params(3), TX)
     step = ya.train_step(base_loss, TX)
     batches = [own_and_all(mesh, rows=rows) for rows in (3, 3, 1, 5, 2)]
     check_steps((step, state), (step, oracle), batches, 1e-5)
@@ -190,9 +195,11 @@ def test_a_saved_program_gives_the_same_bits(mesh: Any) -> None:
         for schedule in schedules if mesh.size() == 1 else (schedules[at % 2],):
             step = ya.train_step(problem.loss, TX, schedule=SCHEDULES[schedule], microbatches=3)
             state, _ = step(ya.init(problem.params(3), TX, mesh=mesh), batch_of(rank))
-            program, other = step.program(state), state.copy()
+            program = step.program(state)
+            other = state.copy()
             read = ya.Program.from_json(program.to_json())
-            assert read == program and read.fingerprint() == program.fingerprint()
+            assert read == program
+            assert read.fingerprint() == program.fingerprint()
             resumed = ya.train_step(problem.loss, TX, schedule=read, microbatches=3)
             assert resumed.program(other) == read, "it serves from the first step on"
             for number in range(1, 4):

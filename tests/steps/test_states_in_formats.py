@@ -79,7 +79,8 @@ class Loop:
         norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
         for name, grad in grads.items():
             grad = grad / max(norm, 1.0)
-            mu, nu = B1 * self.mu[name] + (1 - B1) * grad, B2 * self.nu[name] + (1 - B2) * grad.square()
+            mu = B1 * self.mu[name] + (1 - B1) * grad
+            nu = B2 * self.nu[name] + (1 - B2) * grad.square()
             update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
             self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
             format = self.format and self.format.at(self.count - 1)
@@ -92,7 +93,8 @@ class Loop:
 
 def three_steps(mesh: Any, mesh_name: str, kind: str, formats: str, parts: int) -> None:
     format, wire = FORMATS[formats]
-    abstract, tx = tree(wire, kind), adamw(format)
+    abstract = tree(wire, kind)
+    tx = adamw(format)
     schedules = schedules_for(mesh) | {"updates inside": ya.schedules.zero3(update=True)}
     for name in (*STEPS, "updates inside"):
         if name not in schedules:
@@ -152,7 +154,8 @@ def test_a_large_plan_encodes_one_part_of_each_unit() -> None:
 
 
 def test_the_definition_on_a_plain_tree() -> None:
-    abstract, tx = tree(Wire(), "marked"), adamw(ROOTS)
+    abstract = tree(Wire(), "marked")
+    tx = adamw(ROOTS)
     oracle = ya.PlainState.create(optree.tree_map(lambda leaf: dataclasses.replace(leaf, dtype=F64), abstract), tx)
     loop = Loop(Plain(abstract), oracle.params, ROOTS)
     for number in range(3):
@@ -178,7 +181,8 @@ def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(
 @on_ranks()
 @pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
 def test_across_stages(_: Any, kind: str) -> None:
-    tx, abstract = adamw(ROOTS), tree(Wire(), kind)
+    tx = adamw(ROOTS)
+    abstract = tree(Wire(), kind)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
         state, batches, mine = on_two_stages(loss, abstract, tx, EXACT)
         step = ya.train_step(loss, tx, schedule=order(ya.schedules.zero3()), microbatches=3)
@@ -192,12 +196,14 @@ def test_across_stages(_: Any, kind: str) -> None:
 def over_tensor(_: Any, directory: Path, adapters: bool) -> int:
     """Steps are those of one rank, also of adapters; its checkpoint is read over tensor to the bit."""
     world = ya.mesh(device="cpu").size()
-    mesh, tx = ya.mesh(device="cpu", tensor=min(2, world)), adamw(Roots(4))
+    mesh = ya.mesh(device="cpu", tensor=min(2, world))
+    tx = adamw(Roots(4))
     abstract: Any = split_tree(8, 16)
     if adapters:
         abstract = ya.lora(abstract, 4, lambda path, _: path.endswith("up"))
     state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
-    step, batch = ya.train_step(split_loss, tx), batch_of(0, rows=4)
+    step = ya.train_step(split_loss, tx)
+    batch = batch_of(0, rows=4)
     for _ in range(2):
         state, _ = step(state, ya.shard_batch(batch, mesh))
     if world == 1:
@@ -225,7 +231,8 @@ def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> 
 @on_ranks(nightly(1), 2)
 def test_beside_other_optimizers(mesh: Any) -> None:
     """Optimizers that share units, none with a kernel, leave each other's elements alone; wrappers take it inside."""
-    o, light = ya.optim, ya.optim.in_format(ya.optim.adamw(RATE), Roots(16))
+    o = ya.optim
+    light = ya.optim.in_format(ya.optim.adamw(RATE), Roots(16))
     for tx in (
         o.muon(0.02, dtype=F64, others=light),
         o.muon(0.02, dtype=F64, others=o.rmsprop(RATE)),
@@ -251,7 +258,8 @@ def ya_handles(state: Any) -> list[Any]:
 def test_bytes_are_held_and_planned(mesh: Any, formats: str) -> None:
     """A state has a byte for an element of each moment, and a scale for each block; plans count them."""
     format, wire = FORMATS[formats]
-    abstract, tx = tree(wire, "marked"), adamw(format)
+    abstract = tree(wire, "marked")
+    tx = adamw(format)
     state = ya.init(abstract, tx, mesh=mesh)
     trained = [leaf for handle in ya_handles(state) for _, group, leaf in handle.group_leaves() if group.trainable]
     held = sum(leaf.nbytes for leaf in optree.tree_leaves(state.opt_state))
@@ -271,15 +279,19 @@ def test_a_step_needs_memory_for_a_unit() -> None:
         params = {"layers": ya.Stacked({"w": ya.Param((layers, 64, 64))})}
         found = ya.planner.trace(of, params, torch.zeros(2, 64), tx=adamw(Roots()), device="cpu").optimizer
         steps.append(found.step)
-        assert found.block == 64 and found.shards == ((4096, 2 * layers * 68, 1),)
-    assert steps[0] == steps[1] and steps[0][0] < 12 * 4 * 4096 and steps[0][1] == 4096
+        assert found.block == 64
+        assert found.shards == ((4096, 2 * layers * 68, 1),)
+    assert steps[0] == steps[1]
+    assert steps[0][0] < 12 * 4 * 4096
+    assert steps[0][1] == 4096
 
 
 # ---- states: saved, carried over, skipped
 
 
 def saved(mesh: Any, directory: Path, stochastic: bool) -> int:
-    tx, abstract = adamw(Roots(32, stochastic)), tree(Wire(), "marked")
+    tx = adamw(Roots(32, stochastic))
+    abstract = tree(Wire(), "marked")
     state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
     step = ya.train_step(loss, tx)
     if mesh.size() == 2:
@@ -307,7 +319,8 @@ def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path, stoch
 @on_ranks(1, 3)
 def test_states_are_carried_over(mesh: Any) -> None:
     """A state goes into a format, out of it, and into another; so do other groups of leaves."""
-    batch, light = batch_of(mesh.get_rank()), adamw(ROOTS)
+    batch = batch_of(mesh.get_rank())
+    light = adamw(ROOTS)
     state, _ = ya.train_step(loss, WHOLE)(ya.init(tree(Wire()), WHOLE, mesh=mesh, precision=EXACT), batch)
     before = dict(named_leaves(ya.unshard(state.opt_state)))
     pinned = tree(Wire())
@@ -328,9 +341,11 @@ def test_states_are_carried_over(mesh: Any) -> None:
 @on_ranks(nightly(1), 2)
 def test_steps_that_are_skipped(mesh: Any) -> None:
     """Steps that are not finite leave all bits as they are; copies, and what is not donated, have their own."""
-    tx, batch = adamw(ROOTS), batch_of(mesh.get_rank())
+    tx = adamw(ROOTS)
+    batch = batch_of(mesh.get_rank())
     state, _ = ya.train_step(loss, tx)(ya.init(tree(Wire()), tx, mesh=mesh, precision=EXACT), batch)
-    before, broken = ya.checksum(state), state.copy()
+    before = ya.checksum(state)
+    broken = state.copy()
     with torch.no_grad():
         broken.params["head"].leaves[0].fill_(float("inf"))
     kept, _ = ya.train_step(loss, tx)(broken, batch)
@@ -343,7 +358,8 @@ def test_steps_that_are_skipped(mesh: Any) -> None:
 
 
 def test_what_cannot_be_in_a_format_is_refused(tmp_path: Path) -> None:
-    o, mesh = ya.optim, ya.mesh(device="cpu")
+    o = ya.optim
+    mesh = ya.mesh(device="cpu")
     with pytest.raises(TypeError, match=r"in_format: expected a ya.formats.Format"):
         o.in_format(o.adamw(1e-3), torch.int8)  # type: ignore[arg-type]
     for tx in (o.muon(0.02), o.contrib.schedule_free(o.sgd(0.1), 0.1), o.masked(o.adam(1e-3), lambda path, p: True)):
@@ -385,4 +401,5 @@ def test_roots_keep_small_elements() -> None:
     assert not Roots().encode(torch.zeros(1, 64)).any()
     for wrong in (float("inf"), float("-inf"), float("nan")):
         found = passed(Roots(8), torch.cat([torch.ones(7), torch.tensor([wrong]), torch.ones(8)]))
-        assert not found[:8].isfinite().all() and torch.equal(found[8:], torch.ones(8))
+        assert not found[:8].isfinite().all()
+        assert torch.equal(found[8:], torch.ones(8))

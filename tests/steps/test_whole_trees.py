@@ -83,8 +83,10 @@ def chosen(params: Any, values: Any) -> Any:
 
 
 def numbers(mesh: Any, name: str) -> None:
-    abstract, ranks = PROBLEMS[name].params(3), mesh.size()
-    state, marked = ya.init(abstract, TX, mesh=mesh), plain(abstract)
+    abstract = PROBLEMS[name].params(3)
+    ranks = mesh.size()
+    state = ya.init(abstract, TX, mesh=mesh)
+    marked = plain(abstract)
     a, b = (ya.normal_like(seed, state.params) for seed in (1, 2))
     plain_a, plain_b = (whole(ya.normal_like(seed, marked)) for seed in (1, 2))
     compare(a, plain_a, 0.0, f"{name}: normal_like")
@@ -126,11 +128,13 @@ def test_map_layers(mesh: Any) -> None:
     for precision in (ya.Precision(), BF16):
         state = ya.init(base_params(3), TX, mesh=mesh, precision=precision)
         marked = whole(plain(base_params(3)))
-        stack, rows = state.params.layers, marked.layers
+        stack = state.params.layers
+        rows = marked.layers
 
         kept = ya.map_whole_layers(lambda layer: layer, stack)
         for got, expected in zip(kept.leaves, stack.leaves, strict=True):
-            assert torch.equal(got, expected) and got.data_ptr() != expected.data_ptr()
+            assert torch.equal(got, expected)
+            assert got.data_ptr() != expected.data_ptr()
         statistics = lambda layer: {"norm": layer.up.norm(), "shape": layer.up.shape[0], "no": None}  # noqa: E731
         compare(ya.map_whole_layers(statistics, stack), ya.map_whole_layers(statistics, rows), 0.0, "statistics")
 
@@ -170,7 +174,8 @@ def several_units(mesh: Any) -> None:
         ("pinned", "more"),
     ):
         problem = PROBLEMS[name]
-        state, marked = ya.init(problem.params(3), TX, mesh=mesh), whole(plain(problem.params(3)))
+        state = ya.init(problem.params(3), TX, mesh=mesh)
+        marked = whole(plain(problem.params(3)))
         grads = ya.grad(problem.loss)(state.params, batch_of(mesh.get_rank()))
         stack, gradient, rows = (getattr(tree, of) for tree in (state.params, grads, marked))
         at = torch.arange(float(stack.entry.length))

@@ -57,7 +57,8 @@ FORMATS: dict[str, Wire] = {
 
 
 def on_a_rank(mesh: Any, name: str, kind: str, formats: str, parts: int) -> None:
-    plain, what = Plain(tree(FORMATS[formats], kind)), f"{name}, {kind}, {formats}"
+    plain = Plain(tree(FORMATS[formats], kind))
+    what = f"{name}, {kind}, {formats}"
     per_node = 2 if (name, mesh.size()) == ("nodes", 4) else 1
     gradients_and_steps(mesh, plain, schedules_for(mesh), parts, TOLERANCE, what, per_node=per_node)
 
@@ -151,7 +152,8 @@ def test_adapters(mesh: Any) -> None:
     """A matrix keeps its format under an adapter, which has none."""
     abstract = ya.lora(tree(Wire(INT8)), 2, lambda path, _: path.endswith("up"))
     node = abstract["layers"].tree["up"]
-    assert node.weight.tree.wire.gather == INT8 and node.a.wire == node.b.wire == Wire()
+    assert node.weight.tree.wire.gather == INT8
+    assert node.a.wire == node.b.wire == Wire()
     state = ya.init(abstract, TX, mesh=mesh, precision=EXACT)
     whole = ya.unshard(state)
     up = dataclasses.replace(whole["layers"]["up"], weight=through(INT8, whole["layers"]["up"].weight))
@@ -197,7 +199,8 @@ def test_states(mesh: Any, tmp_path: Path, formats: str) -> None:
             _, found = ya.value_and_grad(loss)(loaded.params, mine)
             off(plain.trained(found), plain.trained(grads), "loaded")
         moved, _ = step(loaded, mine)
-        assert moved.step == 2 and (ya.checksum(moved) == ya.checksum(unbroken)) == own
+        assert moved.step == 2
+        assert (ya.checksum(moved) == ya.checksum(unbroken)) == own
     same = copy.deepcopy(state)
     with torch.no_grad():
         same.params["head"].leaves[0].fill_(float("inf"))
@@ -267,7 +270,8 @@ def test_numbers_of_8_bits(dtype: torch.dtype) -> None:
     assert passed(format, torch.full((16,), 1e-45)).abs().max() <= 1e-44
     for wrong in (float("inf"), float("-inf"), float("nan")):
         found = passed(format, torch.cat([torch.ones(8), torch.tensor([wrong]), torch.ones(23)]))
-        assert not found[:16].isfinite().all() and torch.equal(found[16:], torch.ones(16))
+        assert not found[:16].isfinite().all()
+        assert torch.equal(found[16:], torch.ones(16))
     assert torch.equal(passed(format, passed(format, values)), passed(format, values)) or dtype != torch.int8
 
 
@@ -288,10 +292,12 @@ def test_the_mean_of_what_is_rounded_stochastically_is_the_value(format: Any) ->
         now = values * (1 + 0.01 * torch.randn(64, 16, generator=draw, dtype=F64))
         for stochastic, found in errors.items():
             found.append(passed(dataclasses.replace(format, stochastic=stochastic), now) - now)
-    each, nearest = torch.stack(errors[True]), torch.stack(errors[False])
+    each = torch.stack(errors[True])
+    nearest = torch.stack(errors[False])
     sure = each.std(0) > 1e-7 * values.abs().amax(-1, keepdim=True)  # the largest of a block is off by its scale alone
     deviations = (each.mean(0) / (each.std(0) / 1000**0.5))[sure]
-    assert abs(float(deviations.mean())) < 0.2 and 0.9 < float(deviations.std()) < 1.1
+    assert abs(float(deviations.mean())) < 0.2
+    assert 0.9 < float(deviations.std()) < 1.1
     assert float(deviations.abs().max()) < 5
     assert 1.2 < float(each.norm() / nearest.norm()) < 1.6  # the square root of 2, where errors are uniform
     deviations = (nearest.mean(0) / (nearest.std(0) / 1000**0.5))[sure & (nearest.std(0) > 0)]
@@ -308,8 +314,10 @@ def test_noise_is_of_the_block_alone(format: Any, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(torch.cat([format.encode(row[None]) for row in blocks]), format.encode(blocks))
     numbers = 40 * torch.randn(2000, 16, generator=draw)
     noise = formats.noise(numbers)
-    assert abs(float(noise.mean()) - 0.5) < 0.01 and abs(float(noise.var()) - 1 / 12) < 0.002
-    assert 0 <= float(noise.min()) < 0.001 and 0.999 < float(noise.max()) < 1
+    assert abs(float(noise.mean()) - 0.5) < 0.01
+    assert abs(float(noise.var()) - 1 / 12) < 0.002
+    assert 0 <= float(noise.min()) < 0.001
+    assert 0.999 < float(noise.max()) < 1
     numbers[:, 5] += 2 / formats.FINE
     for other in (formats.noise(numbers), formats.noise(numbers, 1)):
         assert abs(float((noise - 0.5).mul(other - 0.5).mean())) < 0.002

@@ -59,7 +59,8 @@ def written(name: str) -> Synthesized:
 
 def step(_: Any, name: str) -> None:
     _, microbatches, stages = RUN[name]
-    model, schedule = MODELS[name], written(name)
+    model = MODELS[name]
+    schedule = written(name)
     assert schedule.step_s < schedule.builder_s
     mesh = ya.mesh(**schedule.mesh)
     state = ya.init(model.params(), TX, mesh=mesh, seed=0, precision=WIDE, stages=schedule.stages)

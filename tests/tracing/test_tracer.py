@@ -100,7 +100,8 @@ def test_so_is_another_number_of_layers_of_one_unit() -> None:
         return ya.scan(block, x, p.layers, unroll=2, order=[1, 1, 1])[0].sum()
 
     _, two, one = trace(run).visits
-    assert two.units == one.units and two.cost.flops == 2 * one.cost.flops
+    assert two.units == one.units
+    assert two.cost.flops == 2 * one.cost.flops
 
 
 def test_nothing_is_computed_and_nothing_drawn() -> None:

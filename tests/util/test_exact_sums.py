@@ -44,7 +44,8 @@ def test_inner_products_that_cancel() -> None:
     """What the largest terms leave is the same everywhere, even where it is far below them."""
     generator = torch.Generator().manual_seed(0)
     a, small = torch.randn(2, BLOCK * 400, generator=generator)
-    x, y = torch.cat([a * 1e9, a * 1e9, small]), torch.cat([a, -a, small])
+    x = torch.cat([a * 1e9, a * 1e9, small])
+    y = torch.cat([a, -a, small])
     one = of(x, other=[y])
     assert abs(float(one) / float(small.double().square().sum()) - 1) < 0.01
     order = torch.randperm(1200, generator=generator)
@@ -67,11 +68,13 @@ def test_powers_of_two_where_bins_meet() -> None:
 def test_what_is_not_finite_shows(bad: float) -> None:
     x = torch.ones(BLOCK * 4, dtype=torch.float64)
     x[5] = bad
-    assert of(x).isnan() and of(*x.split(BLOCK)).isnan()
+    assert of(x).isnan()
+    assert of(*x.split(BLOCK)).isnan()
 
 
 def test_nothing_and_zeros_are_zero() -> None:
-    assert of(torch.zeros(0)) == 0 and of(torch.zeros(BLOCK), torch.zeros(0)) == 0
+    assert of(torch.zeros(0)) == 0
+    assert of(torch.zeros(BLOCK), torch.zeros(0)) == 0
     assert float(of(torch.full((3,), 2.0))) == 12  # a leaf that is no shard
 
 

@@ -17,7 +17,9 @@ from yafsdp_fn.util import on_gpu
 def test_no_kernel_is_for_fake_tensors(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_gpu, "HAS_TRITON", True)
     with FakeTensorMode():
-        like, targets = torch.ones(8, 4, device=device), torch.ones(8, dtype=torch.int64, device=device)
-        assert like.is_cuda is (device == "cuda") and not on_gpu.kernels_run_on(like)
+        like = torch.ones(8, 4, device=device)
+        targets = torch.ones(8, dtype=torch.int64, device=device)
+        assert like.is_cuda is (device == "cuda")
+        assert not on_gpu.kernels_run_on(like)
         assert on_gpu.vector_kernels(like) is None
         assert cross_entropy._softmax_of(like, targets, -100) is cross_entropy._softmax_

@@ -33,7 +33,8 @@ def test_a_seeded_block_draws_the_same_and_puts_the_state_back() -> None:
         with seeded(seed, CPU):
             draws.append(torch.rand(4))
         assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(draws[0], draws[1]) and not torch.equal(draws[0], draws[2])
+    assert torch.equal(draws[0], draws[1])
+    assert not torch.equal(draws[0], draws[2])
 
 
 def test_the_state_comes_back_after_an_error() -> None:
@@ -56,7 +57,8 @@ def test_a_counter_numbers_visits_with_and_without_grad_apart() -> None:
 
 def test_counting_ends_with_its_block() -> None:
     assert _counter.get() is None
-    outer, inner = VisitCounter(0, 0), VisitCounter(1, 0)
+    outer = VisitCounter(0, 0)
+    inner = VisitCounter(1, 0)
     with counting(outer):
         with counting(inner):
             assert _counter.get() is inner

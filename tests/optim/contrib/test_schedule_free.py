@@ -19,9 +19,12 @@ from yafsdp_fn import optim
 
 def test_at_a_constant_rate_it_is_the_mean_of_the_base_optimizer() -> None:
     """y, z and x by their definition in the paper."""
-    tx, b1 = optim.contrib.schedule_free(optim.sgd(0.1), 0.1, b1=0.7), 0.7
+    tx = optim.contrib.schedule_free(optim.sgd(0.1), 0.1, b1=0.7)
+    b1 = 0.7
     params = tree(0, torch.float64)
-    state, z, seen = tx.init(params), params, []
+    state = tx.init(params)
+    z = params
+    seen = []
     for step in range(6):
         grads = tree(step + 1, torch.float64)
         params, state = defined_step(tx, params, grads, state)

@@ -47,7 +47,8 @@ def params(layers: int) -> Params:
 
 def loss(params: Params, batch: Batch) -> tuple[ya.Mean, dict[str, Any]]:
     x = ya.apply(embed, params.embed, batch["tokens"]) * 1.5  # between visits
-    skip, table = torch.sin(x), torch.arange(x.shape[1], dtype=x.dtype)[None, :, None] / 10
+    skip = torch.sin(x)
+    table = torch.arange(x.shape[1], dtype=x.dtype)[None, :, None] / 10
     tables = [torch.nn.functional.pad(table.expand(-1, -1, 1), (0, f - 1)) for f in (5, 9)]
     middle, _ = ya.scan(block, x, params.layers, consts=(skip, tables[0]))
     out, _ = ya.scan(block, middle, params.more, consts=(skip, tables[1]))

@@ -129,7 +129,8 @@ class Case(NamedTuple):
         params, assignment = self.assigned(batch_of(0, rows=2))
         state = ya.init(params, self.tx, mesh=mesh, precision=F64, stages=assignment)
         options: Any = {"microbatches": self.microbatches, "skip_nonfinite": self.clips}
-        step, seen = ya.train_step(self.loss, self.tx, schedule=schedule, **options), {}
+        step = ya.train_step(self.loss, self.tx, schedule=schedule, **options)
+        seen = {}
         for number in range(3):
             state, seen[number] = step(state, ya.shard_batch(joined(batches), mesh))
         return (seen, ya.unshard(state)), step.program(state)
@@ -147,7 +148,8 @@ def changed(pipeline: s.Program, rng: random.Random) -> s.Program:
         if candidate == pipeline:
             continue
         with contextlib.suppress(s.Refused):
-            pipeline, accepted = s.verify(candidate), accepted + 1
+            pipeline = s.verify(candidate)
+            accepted = accepted + 1
             if accepted == CHANGES:
                 break
     assert accepted, f"none of {TRIES} changes was accepted:\n{pipeline}"

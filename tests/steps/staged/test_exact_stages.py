@@ -68,7 +68,9 @@ def trace_of(model: str) -> s.Trace:
 def check(_: Any, model: str, name: str, stages: int, microbatches: tuple[int, ...], skips: bool) -> None:
     """One rank's part. skips: the step looks at the norm before it updates"""
     abstract, loss = MODELS[model]
-    how, params, tx = HOW[name], abstract(7), TX if skips else UNITWISE
+    how = HOW[name]
+    params = abstract(7)
+    tx = TX if skips else UNITWISE
     mesh = mesh_of(stage=stages)
     ranks = mesh.size() // stages
     for parts in microbatches:

@@ -40,7 +40,9 @@ def test_a_frozen_stage(_: Any, update: bool, measured: bool) -> None:
 @pytest.mark.parametrize(("world", "border"), [(2, 3), (4, 6)])
 def test_frozen_layers_in_a_stage_that_trains(_: Any, border: int) -> None:
     """Visits 0 to 4 train nothing, and nothing asks for a gradient of what they take; border: of stage 1"""
-    tx, params, mesh = ya.optim.adamw(1e-2), frozen_params(4), mesh_of(stage=2)
+    tx = ya.optim.adamw(1e-2)
+    params = frozen_params(4)
+    mesh = mesh_of(stage=2)
     batch = global_batch(ranks := mesh.size() // 2, rows=2)
     mine = ya.shard_batch(batch, mesh)
     trace = ya.planner.trace(frozen_loss, params, {key: leaf[:1] for key, leaf in mine.items()}, precision=F64)

@@ -59,7 +59,8 @@ def test_steps_leave_nothing(_: Any, order: str) -> None:
         "last": ya.Param((E,), init=one),
         "layers": ya.Stacked(ya.Param((4, E), init=one)),
     }
-    batch, tx = torch.ones(PARTS * ROWS, E), ya.optim.sgd(1e-6)
+    batch = torch.ones(PARTS * ROWS, E)
+    tx = ya.optim.sgd(1e-6)
     trace = ya.planner.trace(loss, params, batch[:ROWS])
     stages = ya.schedules.assign(trace, 2, per_stage=per_stage, shape=shape)
     state = ya.init(params, tx, mesh=mesh_of(stage=2), stages=stages)
@@ -78,7 +79,8 @@ def test_shapes_of_batches_are_forgotten(_: Any) -> None:
     """Whether what was kept for the first of five lengths is still there, how many are, and losses."""
     params = {name: ya.Param((E,)) for name in ("first", "last")} | {"layers": ya.Stacked(ya.Param((2, E)))}
     units = s.Assignment(((0,), (1,), (0,), (1,)), (0, 1))
-    step, losses = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b()), []
+    step = ya.train_step(loss, ya.optim.sgd(0.0), schedule=s.one_f_one_b())
+    losses = []
     state = ya.init(params, ya.optim.sgd(0.0), mesh=mesh_of(stage=2), stages=units)
     with mock.patch.object(programs, "KEPT_SHAPES", 2):
         for rows in (2, 3, 4, 5):
@@ -91,5 +93,7 @@ def test_shapes_of_batches_are_forgotten(_: Any) -> None:
         state, metrics = step(state, torch.ones(2, E))
     kept = len(step._function.programs.known)
     losses = [*losses, float(metrics["loss"])]
-    assert not there and kept == 2
-    assert losses[0] == losses[-1] and losses == pytest.approx([losses[0]] * 5)
+    assert not there
+    assert kept == 2
+    assert losses[0] == losses[-1]
+    assert losses == pytest.approx([losses[0]] * 5)

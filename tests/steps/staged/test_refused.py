@@ -235,7 +235,8 @@ def test_a_loss_may_write_to_its_batch(_: Any, per_stage: int, microbatches: int
     trace = ya.planner.trace(plain, base_params(4), batch_of(0))
     stages = ya.schedules.assign(trace, 2, per_stage=per_stage)
     order = ya.schedules.one_f_one_b if per_stage == 1 else ya.schedules.interleaved
-    mesh, found = mesh_of(stage=2, shard=1), []
+    mesh = mesh_of(stage=2, shard=1)
+    found = []
     for write in (True, False):
 
         def loss(params: Params, batch: Batch, write: bool = write) -> Any:
@@ -268,7 +269,8 @@ def test_aux_of_other_shapes_than_in_the_trace_is_refused(_: Any) -> None:
 @on_ranks(2)
 def test_a_number_that_a_visit_returns_and_that_changes_is_refused(_: Any) -> None:
     """Other stages have the number of the trace. A visit's stage says so, and the others are told."""
-    state, factor = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=TWO_STAGES), 2.0
+    state = ya.init(base_params(3), TX, mesh=breakable_stages(2), stages=TWO_STAGES)
+    factor = 2.0
 
     def loss(params: Params, batch: Batch) -> ya.Mean:
         x, number = ya.apply(lambda w, tokens: (embed(w, tokens), factor), params.embed, batch["tokens"])

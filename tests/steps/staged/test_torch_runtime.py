@@ -80,8 +80,10 @@ def written(split: Split, microbatches: int, memory: float) -> s.Schedule:
     weights take less than the others, and segments are not alike."""
     count = range(len(split.homes))
     forward = tuple(1.0 + 0.2 * (k % 3) for k in count)
-    held, between = (1.0,) * len(count), (0.5,) * len(count)
-    inputs, weights = tuple(1.2 * f for f in forward), tuple(0.7 * f for f in forward)
+    held = (1.0,) * len(count)
+    between = (0.5,) * len(count)
+    inputs = tuple(1.2 * f for f in forward)
+    weights = tuple(0.7 * f for f in forward)
     calls = CallGraph(split.homes, microbatches, forward, inputs, weights, 0.3, held, between)
     search = Search(calls, memory, seed=0)
     search.run(MOVES)
@@ -98,11 +100,9 @@ def searched(stages: int) -> s.Program:
     few = Model((("global", 4 * stages - 2),))
     trace = ya.planner.trace(few.loss, few.params(), few.batch(stages), tx=ya.optim.sgd(0.1), microbatches=stages)
     found = ya.planner.search(trace, WEAK, memory=2**30, stages=(stages,), ranks=stages, synthesize=600, moves=10)
-    assert (
-        found.synthesized is not None
-        and found.synthesized.design.rows
-        and found.synthesized.step_s < found.synthesized.builder_s
-    )
+    assert found.synthesized is not None
+    assert found.synthesized.design.rows
+    assert found.synthesized.step_s < found.synthesized.builder_s
     return found.program
 
 
@@ -196,7 +196,8 @@ def check(_: Any, ranks: int, cases: list[Case]) -> None:
     """ranks: of a stage, with FSDP2 where there are several"""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("stage", "shard"))
-    here, shard = mesh["stage"].get_local_rank(), mesh["shard"].get_local_rank()
+    here = mesh["stage"].get_local_rank()
+    shard = mesh["shard"].get_local_rank()
     for name, path, of, places, microbatches, words in cases:
         own = {number: Segment(number) for number, home in enumerate(places) if home == here}
         for segment in own.values() if ranks > 1 else ():

@@ -81,7 +81,8 @@ def check(_: Any, stages: int, cases: list[Case]) -> None:
     mesh = mesh_of(stage=stages)
     ranks = mesh.size() // stages
     for family, parts, rows, sharding in cases:
-        params, loss = base_params(2 * stages), models.chain_loss
+        params = base_params(2 * stages)
+        loss = models.chain_loss
         batches = [batch_of(rank, rows=2 * parts, seed=parts) for rank in range(ranks)]
         mine = ya.shard_batch(joined(batches), mesh)
         trace = ya.planner.trace(loss, params, batch_of(0, rows=2), precision=models.F64, has_aux=True)
