@@ -77,7 +77,8 @@ class Ours:
             return loss
 
     def program(self) -> dict[str, Any]:
-        program, memory = self.train_step.program(self.state), self.state.memory
+        program = self.train_step.program(self.state)
+        memory = self.state.memory
         params, moments = (
             sum(leaf.nbytes for leaf in optree.tree_leaves(tree) if isinstance(leaf, Tensor))
             for tree in (self.state.params, self.state.opt_state)
@@ -195,7 +196,8 @@ def ours(
     sizes = schedule_names.mesh(schedule, dist.get_world_size())
     mesh = ya.mesh(device=device.type, deterministic=options.pop("deterministic", None), **sizes)
     state = ya.init(params, tx, mesh=mesh, seed=seed)
-    made, loss = schedule_names.make(schedule, shape.layers), loss or llama.loss(shape.llama())
+    made = schedule_names.make(schedule, shape.layers)
+    loss = loss or llama.loss(shape.llama())
     return Ours(state, ya.train_step(loss, tx, schedule=made, **{"skip_nonfinite": False, **options}))
 
 
@@ -321,9 +323,11 @@ class Llama(nn.Module):
         `llama.block`; recompute: so many layers, the first ones, run their forward again in backward
         """
         super().__init__()
-        layer, last = block or llama.block(config), config.layers + 1
+        layer = block or llama.block(config)
+        last = config.layers + 1
         end = last + 1 if end is None else end
-        self.tied, self.rotary = config.tied, functools.partial(llama.rotary, config)
+        self.tied = config.tied
+        self.rotary = functools.partial(llama.rotary, config)
         self.embed = Holder(params.embed, llama.embed) if first == 0 else None
         self.layers = nn.ModuleList(
             Holder(

@@ -146,7 +146,8 @@ def allocations(prof: profile, device: torch.device) -> list[int]:
     if not begins:
         raise RuntimeError(f"the profiler lost the range {STEP}: no allocations to report")
     made: dict[int, int] = {}
-    live, out = 0, []
+    live = 0
+    out = []
     for event in sorted(memory, key=lambda e: e.start_time_ns):
         block = event.extra_fields
         if block.device.type != device.type:
@@ -214,9 +215,11 @@ def count(
         peak.reset()
         for i in range(warmup, warmup + 3):
             step(i)
-        memory, source = peak.read(), peak.source
+        memory = peak.read()
+        source = peak.source
         if device.type == "cuda":
-            memory, source = torch.cuda.max_memory_allocated(), "torch.cuda.max_memory_allocated over training steps"
+            memory = torch.cuda.max_memory_allocated()
+            source = "torch.cuda.max_memory_allocated over training steps"
         collectives = step_collectives(lambda: step(warmup + 3), scratch, group)  # noqa: F821 (deleted below)
         sizes = step_allocations(lambda: step(warmup + 4), device, mode)  # noqa: F821 (deleted below)
     del step

@@ -89,13 +89,16 @@ def timed(device: torch.device, work: Callable[[], T], *, ahead: bool = False) -
 
     ahead: on CUDA, the device is at work already and nobody waits for it, as in a long run, where the host is ahead
     """
-    start, cpu, thread = time.perf_counter(), time.process_time(), time.thread_time()
+    start = time.perf_counter()
+    cpu = time.process_time()
+    thread = time.thread_time()
     if device.type == "cpu":
         result = work()
         seconds = time.perf_counter() - start
         return Sample(seconds, time.process_time() - cpu, time.thread_time() - thread), result
     event: Callable[..., Any] = torch.cuda.Event
-    begin, end = event(enable_timing=True), event(enable_timing=True)
+    begin = event(enable_timing=True)
+    end = event(enable_timing=True)
     if not ahead:
         torch.cuda.synchronize()
     begin.record()
@@ -124,7 +127,8 @@ class Process:
     """
 
     def __init__(self, task: Mapping[str, Any], folder: Path, name: str, env: Mapping[str, str]) -> None:
-        file, self.log = folder / f"{name}.json", folder / f"{name}.log"
+        file = folder / f"{name}.json"
+        self.log = folder / f"{name}.log"
         file.write_text(json.dumps(task))
         path = os.pathsep.join(p for p in (str(ROOT), env.get("PYTHONPATH")) if p)
         with self.log.open("wb") as sink:
@@ -244,7 +248,8 @@ def run(work: str, contenders: Sequence[str], *, tuned: Collection[str] = (), **
         try:
             for on, mine in ((on, mine) for on, mine in sets.items() if mine):
                 results.append(folder / f"result-{on}.json")
-                store, result = str(folder / f"store-{on}"), str(results[-1])
+                store = str(folder / f"store-{on}")
+                result = str(results[-1])
                 task = dataclasses.replace(whole, contenders=mine, pipes=pipes, store=store, result=result)
                 for rank in range(task.ranks):
                     env = environment(rank, task.ranks, task.threads, on)
@@ -296,7 +301,8 @@ def on_rank(fields: dict[str, Any]) -> None:
     Ends once every rank is done: gloo's threads need the connections that a fast rank would close. The ranks meet in
     the store, since a gloo barrier needs those connections, too.
     """
-    task, rank = Task.of(fields), int(os.environ["RANK"])
+    task = Task.of(fields)
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(task.threads)
     device = torch.device("cpu")
     if task.device == "cuda":

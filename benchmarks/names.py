@@ -66,7 +66,9 @@ def _peer(text: str, name: str) -> Contender:
 
 def _ours(name: str) -> Contender:
     base, *words = name.split("-")
-    kept, features, unroll = [base], set(), 1
+    kept = [base]
+    features = set()
+    unroll = 1
     for word in words:
         feature = word.rstrip("0123456789")
         number = word[len(feature) :]

@@ -125,7 +125,8 @@ def sizes(root: Path = ROOT) -> dict[str, dict[str, int]]:
     counted: dict[str, Counter[str]] = {}
     for top in FOLDERS:
         for path in sorted((root / top).rglob("*.py")):
-            text, inner = path.read_text(), path.relative_to(root).parts
+            text = path.read_text()
+            inner = path.relative_to(root).parts
             own = [top] if top != LIBRARY.name else [top, f"{top}/{inner[1] if len(inner) > 2 else '*.py'}"]
             for name in own:
                 counted.setdefault(name, Counter()).update(nodes=nodes(text), lines=len(text.splitlines()))

@@ -155,7 +155,8 @@ def table(corner: str, rows: Rows) -> Table:
 
 def footer(found: dict[str, Any]) -> str:
     """Says where the figures come from."""
-    versions, machine = found["versions"], found["machine"]
+    versions = found["versions"]
+    machine = found["machine"]
     gpus = f"{machine['gpus']} x {machine['gpu']}, " if "gpu" in machine else ""
     return (
         f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_bytes'] / 2**30:.0f} GiB, "

@@ -118,7 +118,8 @@ class Pipelined:
     ) -> None:
         ranks = max(homes) + 1
         mesh = init_device_mesh(device.type, (ranks, shard), mesh_dim_names=("stage", "shard"))
-        here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
+        here = mesh["stage"].get_local_rank()
+        group = mesh["stage"].get_group()
         stages: list[Any] = []
         self._modules = nn.ModuleList()
         for number, (ends, home) in enumerate(zip(segments, homes, strict=True)):
@@ -128,7 +129,8 @@ class Pipelined:
                     shard_fsdp2(module, mesh["shard"], reshard=False)
                 self._modules.append(module)
                 stages.append(PipelineStage(module, number, len(segments), device, group=group))
-        self._first, self._last = here == homes[0], here == homes[-1]
+        self._first = here == homes[0]
+        self._last = here == homes[-1]
         self._stages, self._microbatches = ranks, microbatches
         options: Any = {"loss_fn": lambda loss, _: loss / microbatches, "scale_grads": False}
         self._schedule: Any
@@ -155,9 +157,12 @@ class Pipelined:
 def build(name: str, schedule: str, shape: Shape, *, seed: int, device: torch.device) -> Part:
     """One contender; all begin with the same weights. shape: of the whole batch"""
     way, of = next((way, of) for way, of in WAYS.items() if name in (way, of.peer))
-    ranks, config = dist.get_world_size(), shape.llama()
-    stages, microbatches = ranks // of.shard, shape.batch // of.shard
-    loss, params = llama.loss(config), llama.params(config)
+    ranks = dist.get_world_size()
+    config = shape.llama()
+    stages = ranks // of.shard
+    microbatches = shape.batch // of.shard
+    loss = llama.loss(config)
+    params = llama.params(config)
     tokens = torch.zeros(1, shape.seq, dtype=torch.int64)
     trace = ya.planner.trace(loss, params, {"tokens": tokens, "targets": tokens})
     assignment = ya.schedules.assign(trace, stages, per_stage=of.per_stage)
@@ -189,13 +194,15 @@ def measure(options: Stages, console: Console) -> dict[str, Any]:
     """The result. Raises RankFailed and LossesDiffer."""
     by_ranks: dict[str, Any] = {}
     for ranks in options.ranks:
-        them, shape = contenders(ranks), dataclasses.replace(SHAPES[options.config], batch=ranks * options.microbatches)
+        them = contenders(ranks)
+        shape = dataclasses.replace(SHAPES[options.config], batch=ranks * options.microbatches)
         with console.status(f"timing {', '.join(them)} in turn on {ranks} ranks"):
             found = harness.run(
                 "benchmarks.stages:rank", them, ranks=ranks, shape=shape, schedule=options.schedule, **options.turns
             )
         check_losses(found["losses"])
-        seconds, peaks = found["seconds"], found["peak_bytes"]
+        seconds = found["seconds"]
+        peaks = found["peak_bytes"]
         by_ranks[str(ranks)] = {
             name: {
                 "step_ms": spread([1e3 * s for s in seconds[name]]),

@@ -181,7 +181,8 @@ def result(bench: Bench, timed: dict[str, Any], counted: dict[str, dict[str, Any
     timed: the timing run's result; counted: one counting run's by contender, empty under --no-counts.
     """
     check_losses(timed["losses"])
-    shape, seconds = bench.shape, timed["seconds"]
+    shape = bench.shape
+    seconds = timed["seconds"]
     tokens = bench.ranks * shape.batch * shape.seq
     contenders: dict[str, Any] = {}
     for name in bench.contenders:
@@ -249,7 +250,8 @@ KINDS = {
 def times(found: dict[str, Any]) -> Rows:
     out: Rows = {}
     for name, c in found["contenders"].items():
-        step, over = c["step_ms"], found["over_first"].get(name)
+        step = c["step_ms"]
+        over = found["over_first"].get(name)
         out[name] = {
             "step ms": f"{step['median']:.1f}",
             "p10 - p90": apart(step, 1),

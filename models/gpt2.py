@@ -53,7 +53,8 @@ class Config(Shape):
 
     @property
     def num_parameters(self) -> int:
-        E, F_ = self.embed, self.ffn
+        E = self.embed
+        F_ = self.ffn
         layer = 4 * E * E + 2 * E * F_ + 9 * E + F_  # biases 5 E + F, norms 4 E
         return self.layers * layer + self.head_parameters + self.max_length * E + 2 * E
 
@@ -157,9 +158,11 @@ DECODER = Decoder[Config](
     splits=("tensor",),
     embedding="wte.weight",
 )
-block, head_loss = DECODER.block, DECODER.head_loss
+block = DECODER.block
+head_loss = DECODER.head_loss
 over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
+init_cache = partial(decoding.init_cache, DECODER)
+decode = partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,

@@ -170,10 +170,12 @@ def _as_many_as_come(
     w: Weights, x: Float[Tensor, "B S E"], chosen: Int[Tensor, "B S k"], picked: Int[Tensor, "B S X"], axes: Axes
 ) -> Float[Tensor, "B S k E"]:
     """Sends each token to its experts, sorted by expert, so that each multiplies its own only."""
-    k, own = chosen.shape[-1], len(w[DOWN])
+    k = chosen.shape[-1]
+    own = len(w[DOWN])
     order = chosen.flatten().argsort(stable=True)  # of the B S k pairs (token, expert), by expert
     sent, found = _sizes(picked.sum((0, 1)), chosen.numel(), own, axes)
-    to, of = [sum(each) for each in sent], [sum(each) for each in found]
+    to = [sum(each) for each in sent]
+    of = [sum(each) for each in found]
     rows = x.flatten(0, 1)[order // k]
     rows = axes.exchanged(rows, 0, 0, split_sizes=to, concat_sizes=of)
     parts = torch.split(rows, [n for of_rank in found for n in of_rank])  # by rank, and then by expert
@@ -192,7 +194,8 @@ def _as_many_as_come(
 def _sizes(counts: Int[Tensor, " X"], total: int, own: int, axes: Axes) -> list[list[list[int]]]:
     """Returns how many of `total` rows go to each rank's experts, and how many come from each rank to the `own` ones
     here, [P][X / P] each. The host waits for them, once."""
-    X, ranks = len(counts), len(counts) // own
+    X = len(counts)
+    ranks = len(counts) // own
     theirs = axes.exchanged(counts, 0, 0)
     if isinstance(counts, FakeTensor):  # without values: spread evenly, as a plan has to suppose
         even = [total // X + (i < total % X) for i in range(X)]
@@ -288,8 +291,12 @@ def _extra(config: Config, routing: Routing, targets: Int[Tensor, "B S"]) -> Ext
 
 
 DECODER = layers.decoder(_layer, window=lambda config: config.window, extra=_extra, splits=("tensor", "expert"))
-embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
-over, logits, score = DECODER.over, DECODER.logits, DECODER.score
+embed = DECODER.embed
+block = DECODER.block
+head_loss = DECODER.head_loss
+over = DECODER.over
+logits = DECODER.logits
+score = DECODER.score
 
 
 def loss(config: Config, *, capacity: float | None = None, **options: Any) -> Callable[[Parts, Batch], Any]:
@@ -306,7 +313,8 @@ def loss(config: Config, *, capacity: float | None = None, **options: Any) -> Ca
     return dataclasses.replace(DECODER, layer=partial(_layer, capacity=capacity)).loss(config, **options)
 
 
-init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
+init_cache = partial(decoding.init_cache, DECODER)
+decode = partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,
@@ -334,7 +342,8 @@ JSON = Json(
 
 def _forms(config: Config) -> dict[str, Form]:
     """Splits an expert's three matrices, which files hold separately."""
-    X, name = range(config.experts), "block_sparse_moe.experts.{}.{}.weight"
+    X = range(config.experts)
+    name = "block_sparse_moe.experts.{}.{}.weight"
 
     def stacked(tensors: list[Tensor]) -> Tensor:
         pairs = zip(tensors[::2], tensors[1::2], strict=True)

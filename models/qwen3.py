@@ -51,9 +51,12 @@ def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Par
 
 
 DECODER = layers.decoder()
-embed, block, head_loss = DECODER.embed, DECODER.block, DECODER.head_loss
+embed = DECODER.embed
+block = DECODER.block
+head_loss = DECODER.head_loss
 over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
+init_cache = partial(decoding.init_cache, DECODER)
+decode = partial(decoding.decode, DECODER)
 
 JSON = Json(
     model_type=MODEL_TYPE,

@@ -38,7 +38,8 @@ def job(config: Config, ranks: int) -> tuple[Config, Job]:
     def begin(tx: ya.optim.GradientTransformation, mesh: DeviceMesh) -> ya.ShardedState:
         params = models.of(model).params(model, pin_norms=config.sharding.pin_norms, **axes.options)
         params = setup.travelling(params, config.sharding.wire)
-        precision, stages = setup.precision(config.sharding), setup.assignment(config, model, params)
+        precision = setup.precision(config.sharding)
+        stages = setup.assignment(config, model, params)
         return ya.init(params, tx, mesh=mesh, seed=config.seed, precision=precision, stages=stages)
 
     return config, Job(

@@ -67,5 +67,6 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
 
 def differences(old: Any, new: Any) -> dict[str, tuple[Any, Any]]:
     """`{dotted field: (old value, new value)}` of two configs of one type."""
-    before, after = flat(old), flat(new)
+    before = flat(old)
+    after = flat(new)
     return {name: (before[name], value) for name, value in after.items() if before[name] != value}

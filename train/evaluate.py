@@ -66,7 +66,8 @@ class Config:
 def main(argv: Sequence[str]) -> int:
     try:
         config = cli(Config, argv, prog="python -m train eval")
-        texts, questions = read_texts(config.text), {file: read_questions(file) for file in config.choices}
+        texts = read_texts(config.text)
+        questions = {file: read_questions(file) for file in config.choices}
         manager = known(config.tasks) if config.tasks else None
         show(config, measured(config, load(config.source), texts, questions, manager))
     except (ConfigError, checkpoint.CheckpointError) as error:
@@ -187,7 +188,9 @@ def _question(where: str, line: str) -> Question:
     except ValueError as error:
         raise ConfigError(f"{where}: no JSON: {error}") from error
     found: dict[str, Any] = value if isinstance(value, dict) else {}
-    question, choices, answer = found.get("question"), found.get("choices"), found.get("answer")
+    question = found.get("question")
+    choices = found.get("choices")
+    answer = found.get("answer")
     if not (_text(question) and isinstance(choices, list) and len(choices) > 1 and all(map(_text, choices))):
         raise ConfigError(f"{where}: expected {EXPECTED}")
     if answer in choices:

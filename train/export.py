@@ -68,7 +68,8 @@ def write(config: Config) -> str:
     base = opened(config.run or run.newest(config.runs, Pretraining, Tuning))
     mesh = ya.mesh(device=setup.own_device(config.device))
     state = base.trained(mesh, config.step)
-    settings, ends = base.model.generation, {"eos_token_id": sorted(base.ends)}
+    settings = base.model.generation
+    ends = {"eos_token_id": sorted(base.ends)}
     generation = {**settings, **ends, "generation_config": {**settings.get("generation_config", {}), **ends}}
     model = dataclasses.replace(base.model, generation=generation)
     models.hf.save(config.out, model, state.params, dtype=setup.DTYPES[config.dtype])

@@ -26,7 +26,8 @@ def parse(name: str, flag: str = "--schedules", *, more: Sequence[str] = ()) -> 
         raise ValueError(f"{flag} {name}: there is no builder {builder!r}; there are {', '.join(BUILDERS)}")
     options: dict[str, Any] = {}
     for word in words:
-        option, number = word.rstrip("0123456789"), re.sub(r"\D", "", word)
+        option = word.rstrip("0123456789")
+        number = re.sub(r"\D", "", word)
         takes = option in NUMBERED
         if option not in _options(builder) or option in options or takes != bool(number):
             raise ValueError(

@@ -100,7 +100,9 @@ class Settings:
         require(self.eval_every == 0 or self.eval_batches > 0, "eval_batches is 0: for no evaluation, --eval-every 0")
         require(0 <= self.seed < 2**63, f"seed is {self.seed}: expected 0 to 2^63 - 1")
         require(1 <= self.timeout <= LONGEST, f"timeout is {self.timeout} seconds: expected 1 to {LONGEST:.0f}")
-        m, n, b = self.sharding.microbatches, self.sharding.chunks, self.data.usual
+        m = self.sharding.microbatches
+        n = self.sharding.chunks
+        b = self.data.usual
         parts = f"sharding.microbatches {m}" + f" of sharding.chunks {n}" * (n > 1)
         require(b % (m * n) == 0, f"data.batch {b} does not divide into {parts}")
         if self.optim.warmup < 0:  # settled here: a run that goes on with more steps keeps its warmup

@@ -27,7 +27,8 @@ def job(config: Tuning, ranks: int) -> tuple[Tuning, Job]:
     config = dataclasses.replace(config, start=str(start.expanduser().resolve()))
     base = opened(Path(config.start), config.tokenizer)
     config = dataclasses.replace(config, optim=dataclasses.replace(config.optim, learning_rate=peak(config, base)))
-    seq_len, longest = config.data.seq_len, base.model.longest
+    seq_len = config.data.seq_len
+    longest = base.model.longest
     require(longest is None or seq_len <= longest, f"data.seq_len is {seq_len}: the model has {longest} positions")
     training, heldout = open_conversations(config.data, base.tokenizer, config.runs / run.CACHE)
     config = run.settled(config, training, heldout, ranks)

@@ -88,6 +88,7 @@ def _texts(sources: Sequence[Documents]) -> Iterator[str]:
 
 def _facts(tokenizer: Tokenizer, heldout: Sequence[Documents]) -> str:
     texts = list(islice(_texts(heldout), SHOWN))
-    count, nbytes = sum(map(len, tokenizer.encode(texts))), sum(len(text.encode(errors="replace")) for text in texts)
+    count = sum(map(len, tokenizer.encode(texts)))
+    nbytes = sum(len(text.encode(errors="replace")) for text in texts)
     said = f"{tokenizer.vocab:,} tokens"
     return f"{said}; {nbytes / count:.2f} bytes each in {len(texts)} held-out documents" if count else said

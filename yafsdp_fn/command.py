@@ -54,7 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def plan(options: argparse.Namespace) -> None:
     """Time and memory of a step of your loss on a cluster."""
-    schedule, chosen = options.schedule, {}
+    schedule = options.schedule
+    chosen = {}
     if schedule:  # else the default, which across stages is a pipeline's
         chosen["schedule"] = _named(schedule) if ":" in schedule else getattr(ya.schedules, schedule)()
     found = ya.planner.plan(

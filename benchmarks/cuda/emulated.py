@@ -34,7 +34,8 @@ from models import llama
 from yafsdp_fn.planner import Cluster, DoesNotFit
 
 ROUNDS, WARMUP = 3, 2
-TINY_DEPTHS, TINY_ROUNDS = (1, 2), 2
+TINY_DEPTHS = (1, 2)
+TINY_ROUNDS = 2
 PEERS = ("fsdp2", "fsdp2-separate")
 """A module each, in the order in which memory is given to them; FSDP2's other setting takes turns on the first."""
 WHOLE = "whole model, extrapolated"
@@ -59,7 +60,8 @@ def run(setting: Setting, report: Report, name: str) -> None:
         found.setdefault("free network, ms", {})[depth] = {n: shown(t) for n, t in times.items()}
         compute[depth] = min(map(statistics.median, times.values()))
         report(found)
-    deep, seq = depths[1], setting.seq(row.seq)
+    deep = depths[1]
+    seq = setting.seq(row.seq)
     target = gpu.target(row, deep)
     f = target * compute[deep] / gpu.work_of(row, configs[deep], seq, A100).comm_s
     cluster = gpu.scaled(f)
@@ -101,7 +103,8 @@ def fit(setting: Setting, row: Row) -> Fitting:
     depths = TINY_DEPTHS if setting.tiny else row.depths
 
     def needs(depth: int, peers: int = 1) -> int:
-        config, remat = setting.config(row.model, depth), ya.schedules.remat.first(row.at(depth))
+        config = setting.config(row.model, depth)
+        remat = ya.schedules.remat.first(row.at(depth))
         schedules = (ya.schedules.zero3(remat=remat), ya.schedules.zero3(prefetch=2, remat=remat))
         one, two = (gpu.planned(config, setting.seq(row.seq), each, ranks=row.gpus) for each in schedules)
         return gpu.together([(one, two), *[(two,)] * peers])
@@ -154,7 +157,9 @@ def compared(
 
 def verdict(steps: dict[str, float], compute: float, comm: float) -> dict[str, Any]:
     """Ours, the floor and FSDP2's settings, over each other. Seconds of a step by contender."""
-    floor, best, mine = max(compute, comm), _fastest(steps, "fsdp2"), _fastest(steps, "zero3")
+    floor = max(compute, comm)
+    best = _fastest(steps, "fsdp2")
+    mine = _fastest(steps, "zero3")
     return {
         "best of fsdp2": best,
         "best of ours": mine,
@@ -191,7 +196,8 @@ def contenders(
     row: Row, config: llama.Config, setting: Setting, cluster: Cluster, moves: bool, peers: tuple[str, ...]
 ) -> Iterator[tuple[dict[str, Contender], dict[str, str]]]:
     """All that can be built on rank 0 of the row's ranks, by name, and why the others cannot."""
-    remat, recompute = ya.schedules.remat.first(row.at(config.layers)), row.at(config.layers)
+    remat = ya.schedules.remat.first(row.at(config.layers))
+    recompute = row.at(config.layers)
     schedules = {
         "zero3": ya.schedules.zero3(remat=remat),
         "zero3-prefetch2": ya.schedules.zero3(prefetch=2, remat=remat),

@@ -235,7 +235,8 @@ def published() -> dict[str, Row]:
     found = {}
     for row in rows():
         if row.seq_len == 2048 and (row.model, row.gpus) != ("llama2-7b", 128):
-            layers, ratio = llama.CONFIGS[row.model].layers, row.yafsdp_s / row.fsdp_s
+            layers = llama.CONFIGS[row.model].layers
+            ratio = row.yafsdp_s / row.fsdp_s
             found[f"{row.model}/{row.gpus}"] = Row(row.model, row.gpus, row.seq_len, layers, row.ckpt_layers, ratio)
     return found
 

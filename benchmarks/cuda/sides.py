@@ -110,14 +110,17 @@ class Plain:
     def __init__(self, config: llama.Config, held: Held, setting: Setting) -> None:
         memory = held.state.memory
         assert memory.comms.alone, "a shard must be the whole vector"
-        self.held, self.memory, self.grads = held, memory, memory.kept_grads()
+        self.held = held
+        self.memory = memory
+        self.grads = memory.kept_grads()
         self.module = module(config, compiled=setting.compiles)
         self.params: list[nn.Parameter] = []
         self.slots: list[Tensor] = []  # where each gradient goes, in fp32
         units = self.module.units()
         assert len(units) == len(memory.units)
         for holder, unit in zip(units, _by_use(held.state.params), strict=True):
-            views, slots = memory.working.views(unit).leaves, self.grads.views(unit).leaves
+            views = memory.working.views(unit).leaves
+            slots = self.grads.views(unit).leaves
             for (owner, name), view, slot in zip(holder.where, views, slots, strict=True):
                 param = nn.Parameter(view.detach())
                 owner.register_parameter(name, param)
@@ -126,7 +129,8 @@ class Plain:
         self.optimizer = self._optimizer()
 
     def _optimizer(self) -> torch.optim.AdamW:
-        memory, state = self.memory, self.held.state
+        memory = self.memory
+        state = self.held.state
         (adam,) = (
             node
             for node in optree.tree_leaves(state.opt_state, is_leaf=lambda n: isinstance(n, ya.optim.ScaleByAdamState))

@@ -42,9 +42,12 @@ class EmulatedGroup(_ProcessGroup):  # type: ignore[misc]
 
     def __init__(self, cluster: Cluster, members: Sequence[int], rank: int, lane: Callable[[str], Lane]) -> None:
         super().__init__(rank, len(members))
-        self._cluster, self._ranks, self._rank = cluster, len(members), rank
+        self._cluster = cluster
+        self._ranks = len(members)
+        self._rank = rank
         self.place = place(members, cluster.gpus_per_node)
-        self._make, self._lanes = lane, dict[str, Lane]()
+        self._make = lane
+        self._lanes = dict[str, Lane]()
         self.issued: Counter[str] = Counter()
         # torch asks the backend of a device for names and options, never for a collective that is defined here
         beneath = c10d.FakeProcessGroup._create_internal(rank, len(members))

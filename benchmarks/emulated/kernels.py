@@ -44,7 +44,8 @@ def _copy(
 ) -> None:
     """Copies `blocks` blocks per program, evenly spread over `nanoseconds` since `at`."""
     start = tl.load(at)
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     for index in range(blocks):
         offset = ((index * programs + program).to(tl.int64) * block) % size + tl.arange(0, block)
         tl.store(scratch + size + offset, tl.load(scratch + offset))
@@ -67,7 +68,8 @@ def hold(at: Tensor, users: Tensor, phase: Phase, scratch: Tensor, nbytes: int) 
 
     users: int32 per resource, collectives that use it now; scratch: [2, n] float32, of which `nbytes` are copied
     """
-    resource, nanoseconds = RESOURCES.index(phase.resource), phase.seconds * 1e9
+    resource = RESOURCES.index(phase.resource)
+    nanoseconds = phase.seconds * 1e9
     ENTER[(1,)](users, resource)
     if nbytes:
         blocks = -(-nbytes // (4 * BLOCK * PROGRAMS))

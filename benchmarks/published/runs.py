@@ -217,7 +217,8 @@ def _read(line: Line, at: str) -> Run:
 
 def _one_of(line: Line, column: str) -> str:
     """Returns what a column of `RAN` says."""
-    allowed, said = RAN[column], line.get(column, "")
+    allowed = RAN[column]
+    said = line.get(column, "")
     if column == "framework" and said not in allowed:
         raise Refused(f"its framework is not modelled; the column framework takes {', '.join(allowed)}")
     if said and said not in allowed:
@@ -352,7 +353,8 @@ def _flops_per_token(run: Run, notes: str) -> float:
 
 def _memory(line: Line) -> dict[str, Any]:
     """Bytes, from a number and a unit, which the column behind it has, or the number itself: `71.3 GiB`."""
-    text, kind = line.get("memory", ""), line.get("memory_unit_kind", "")
+    text = line.get("memory", "")
+    kind = line.get("memory_unit_kind", "")
     if text.upper() == "OOM":
         return {"measured_bytes": math.inf}
     behind = re.fullmatch(r"([\d.,]+)\s*([a-z]+)", _bare(text), re.I)
@@ -367,7 +369,8 @@ def _memory(line: Line) -> dict[str, Any]:
 
 def table(file: Path = TABLE) -> tuple[list[Run], list[str]]:
     """The runs of a file, and what is not predicted, with reasons. Raises ValueError for a file that is no CSV."""
-    runs, refused = list[Run](), list[str]()
+    runs = list[Run]()
+    refused = list[str]()
     try:
         for at, line in _lines_of(file):
             try:

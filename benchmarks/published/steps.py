@@ -48,7 +48,9 @@ CARD = {
     "MI300X": 191.0,
 }
 """GiB that a process may take of a card."""
-A100, H100, H200 = CLUSTERS["a100-80g"].replace(network_bandwidth=170e9), CLUSTERS["h100-80g"], CLUSTERS["h200-141g"]
+A100 = CLUSTERS["a100-80g"].replace(network_bandwidth=170e9)
+H100 = CLUSTERS["h100-80g"]
+H200 = CLUSTERS["h200-141g"]
 HBM2E = H100.memory_bandwidth * 2.4 / 3.35
 
 
@@ -147,7 +149,8 @@ _program = functools.lru_cache(4)(program)
 @functools.lru_cache(8)
 def _traced(run: Run) -> Trace:
     """One microbatch of a run, on the ranks that share a copy of a stage's state."""
-    family, config = models.of(run.config), run.config
+    family = models.of(run.config)
+    config = run.config
     if isinstance(config, gpt2.Config):
         config = dataclasses.replace(config, max_length=run.seq_len)
     params: Any = family.params(config)
@@ -206,7 +209,8 @@ def _as_run(run: Run, layer: Visit) -> Visit:
 
     fp8       products at `FP8_RATE`; casts, through memory
     """
-    cost, config = layer.cost, run.config
+    cost = layer.cost
+    config = run.config
     tokens = run.micro_batch * run.seq_len
     if run.scores:
         cost = _with_scores(cost, tokens, run.seq_len, config.heads)
@@ -221,7 +225,8 @@ def _as_run(run: Run, layer: Visit) -> Visit:
 def _with_scores(cost: Cost, tokens: int, seq_len: int, heads: int) -> Cost:
     """`cost` with attention by products of whole squares, whose scores are kept: as they are, masked and dropped, 5
     bytes each (Korthikanti et al. 2022), and move six times."""
-    products, scores = 2 * cost.attention_flops, tokens * seq_len * heads
+    products = 2 * cost.attention_flops
+    scores = tokens * seq_len * heads
     cost = cost._replace(
         flops=cost.flops + products,
         bwd_flops=cost.bwd_flops + 2 * products,
@@ -243,7 +248,8 @@ def _cast_bytes(config: Any, tokens: int) -> int:
     """Bytes that casts of a layer move, in forward and backward: each factor is read for its scale and to be cast, and
     written in the layouts that products take. Inputs 11, weights 10, gradients of outputs 7 bytes an element."""
     E, Q, KV, F_ = config.embed, config.heads * config.head_dim, config.kv_heads * config.head_dim, config.ffn
-    inputs, outputs = 5 * E + Q + F_, Q + 2 * KV + 2 * F_ + 2 * E
+    inputs = 5 * E + Q + F_
+    outputs = Q + 2 * KV + 2 * F_ + 2 * E
     nbytes: int = tokens * (11 * inputs + 7 * outputs) + 10 * (E * (2 * Q + 2 * KV) + 3 * E * F_)
     return nbytes
 
@@ -312,7 +318,8 @@ def memory(run: Run) -> int:
     """
     found = _program(_key(run), min(run.accumulation, 2 * run.stages))
     most = max((predict_memory(part) for part in found.by_stage), key=lambda one: one.peak_bytes)
-    peak, tokens = most.peak_bytes, run.seq_len * run.micro_batch
+    peak = most.peak_bytes
+    tokens = run.seq_len * run.micro_batch
     if run.logits == "float32" and run.kernels == "fused" and not run.order:
         peak -= 4 * tokens * run.config.vocab
     if run.framework not in ("fsdp1", "fsdp2"):

@@ -82,7 +82,8 @@ class Predicted(NamedTuple):
     def errors(self) -> tuple[float, float, float]:
         """The errors in percent: of YaFSDP's and FSDP's seconds; of the speedup, in percentage points."""
         row = self.row
-        ours, theirs = self.yafsdp_s / row.yafsdp_s - 1, self.fsdp_s / row.fsdp_s - 1
+        ours = self.yafsdp_s / row.yafsdp_s - 1
+        theirs = self.fsdp_s / row.fsdp_s - 1
         return 100 * ours, 100 * theirs, 100 * (1 - self.yafsdp_s / self.fsdp_s - row.speedup)
 
 

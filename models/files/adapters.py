@@ -67,10 +67,12 @@ def save(family: Format[Any], directory: str | os.PathLike[str], params: Parts, 
             f"{directory}: peft has no adapter for {', '.join(refused)} of a {family.name}; choose others with the "
             f"`where` of ya.lora, or save the merged model"
         )
-    ranks, factors = {leaf.a.shape[0] for leaf in targets.values()}, {leaf.factor for leaf in targets.values()}
+    ranks = {leaf.a.shape[0] for leaf in targets.values()}
+    factors = {leaf.factor for leaf in targets.values()}
     if len(ranks) > 1 or len(factors) > 1:
         raise ValueError(f"{directory}: adapters of ranks {sorted(ranks)} and factors {sorted(factors)}; expected one")
-    rank, factor = ranks.pop(), factors.pop()
+    rank = ranks.pop()
+    factor = factors.pop()
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -64,7 +64,8 @@ class Json:
             if key not in values and key not in ("num_key_value_heads", "head_dim"):
                 raise ValueError(f"{file}: no {key}; expected the config of a {self.architecture}")
         if "head_dim" in self.fields:  # the first files had neither: multi-head attention, heads that fill the stream
-            width, heads = values["hidden_size"], values["num_attention_heads"]
+            width = values["hidden_size"]
+            heads = values["num_attention_heads"]
             values.setdefault("num_key_value_heads", heads)
             if "head_dim" not in values:
                 divide = type(width) is int and type(heads) is int and heads > 0
@@ -74,7 +75,8 @@ class Json:
             others |= {"rope_theta": theta, "rope_scaling": scaling}
         fields = {field: values[key] for field, key in self.fields.items()}
         # of Mistral, transformers has full attention in the layers that this says so of, whatever `sliding_window` is
-        kinds, kind = values.get("layer_types", ()), "sliding_attention" if others.get("window") else "full_attention"
+        kinds = values.get("layer_types", ())
+        kind = "sliding_attention" if others.get("window") else "full_attention"
         if any(each != kind for each in kinds):
             raise ValueError(
                 f"{file}: layer_types is {shown(kinds)}; models.{self.model_type} computes {kind!r} in all layers of "

@@ -89,7 +89,8 @@ class Writer:
     def publish(self, settings: Settings) -> None:
         """Puts the tensors and the settings in place of any earlier model. After a kill, or an error raised here, the
         directory holds one of the two models, whole; or, between renames that change settings, no config.json."""
-        root, single = self.directory, len(self._headers) == 1
+        root = self.directory
+        single = len(self._headers) == 1
         changes = any(differs(root, name, settings) for name in (CONFIG, GENERATION))
         self._finish_file()
         asides = {name: write_aside(root, name, values) for name, values in settings.items()}

@@ -55,7 +55,8 @@ def load(
     pin_norms, axes: as in the family's `params`
     """
     root = Path(directory)
-    found, file = settings(root), str(root / CONFIG)
+    found = settings(root)
+    file = str(root / CONFIG)
     config = family.read_config(found[CONFIG], file)
     if GENERATION in found:
         special_tokens(found[GENERATION], str(root / GENERATION))
@@ -101,7 +102,8 @@ def load(
 
 def _untied(family: Format[C], file: str, config: C, stored: dict[str, StoredTensor]) -> C:
     """Returns the config, untied if the files hold a head that is not the embedding."""
-    name, head = family.prefix.embed + family.embedding, stored.get(HEAD)
+    name = family.prefix.embed + family.embedding
+    head = stored.get(HEAD)
     if not config.tied or head is None:
         return config
     embedding = stored.setdefault(name, head)  # some files have the two under one name, and it may be this
@@ -125,7 +127,8 @@ def _check_names(family: Format[C], root: Path, file: str, config: C, stored: Ma
     first, missing = None, 0
     for name in family.names(config):
         if name not in stored:
-            first, missing = first or name, missing + 1
+            first = first or name
+            missing = missing + 1
     ignored = {HEAD} if config.tied else set()  # some files have the embedding a second time
     extra = sorted(stored.keys() - set(family.names(config)) - ignored)
     few = _few(extra[0], len(extra)) if extra else ""
@@ -199,7 +202,8 @@ def save(
             if weights[key].shape != shape:
                 got = tuple(weights[key].shape)
                 raise ValueError(f"{prefix}{key} has shape {got}, the config makes it {shape}; pass the one it has")
-            form, weight = forms.get(key, as_it_is(key)), weights[key]
+            form = forms.get(key, as_it_is(key))
+            weight = weights[key]
             whole = weight if isinstance(weight, Tensor) else weight.merged()
             for name, tensor in zip(form.names, form.split(whole), strict=True):
                 tensor = tensor if dtype is None else tensor.to(dtype)

@@ -33,4 +33,5 @@ JSON = Json(
 FORMAT = Format[Config]("Llama", params, partial(JSON.read, Config), JSON.write)
 PREFIX = FORMAT.prefix
 
-load, save = partial(tree.load, FORMAT), partial(tree.save, FORMAT)
+load = partial(tree.load, FORMAT)
+save = partial(tree.save, FORMAT)

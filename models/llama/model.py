@@ -39,7 +39,12 @@ def params(config: Config, *, pin_norms: bool = False, axes: Axes = NONE) -> Lla
 
 DECODER = layers.decoder()
 
-embed, block, cached_block = layers.embed, DECODER.block, partial(decoding.cached_block, DECODER)
-head, head_unit, head_loss = DECODER.head, DECODER.head_unit, DECODER.head_loss
+embed = layers.embed
+block = DECODER.block
+cached_block = partial(decoding.cached_block, DECODER)
+head = DECODER.head
+head_unit = DECODER.head_unit
+head_loss = DECODER.head_loss
 over, loss, logits, score = DECODER.over, DECODER.loss, DECODER.logits, DECODER.score
-init_cache, decode = partial(decoding.init_cache, DECODER), partial(decoding.decode, DECODER)
+init_cache = partial(decoding.init_cache, DECODER)
+decode = partial(decoding.decode, DECODER)

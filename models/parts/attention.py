@@ -76,9 +76,11 @@ def attend(
     S = q.shape[2]
     if cache is not None:
         cache.k[:, :, -S:], cache.v[:, :, -S:] = k, v
-        k, v = cache.k, cache.v
+        k = cache.k
+        v = cache.v
     # `is_causal` aligns the first query with the first key: right for a whole sequence only
-    causal, grouped = mask is None and k.shape[2] == S, k.shape[1] < q.shape[1]
+    causal = mask is None and k.shape[2] == S
+    grouped = k.shape[1] < q.shape[1]
     x = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
     return x.transpose(1, 2).flatten(2)
 
@@ -122,6 +124,8 @@ def over_context(
         end = begin + half
         seen_by: Tensor = causal_to_the_last(half, end) if mask is None else mask  # query i: keys up to begin + i
         met = slice(0 if mask is None else end - mask.shape[-1], end)
-        key, value, grouped = keys[:, :, met], values[:, :, met], k.shape[2] < q.shape[2]
+        key = keys[:, :, met]
+        value = values[:, :, met]
+        grouped = k.shape[2] < q.shape[2]
         found.append(F.scaled_dot_product_attention(query, key, value, seen_by, enable_gqa=grouped))
     return torch.cat(found, 2).transpose(1, 2).flatten(2)

@@ -222,7 +222,8 @@ def cross_entropy(
 
     Rows are taken in chunks of at most `nbytes` of logits, which the backward computes again if there are several.
     """
-    rows, labels = x.flatten(0, 1), targets.flatten()
+    rows = x.flatten(0, 1)
+    labels = targets.flatten()
     wanted = max(1, -(-len(rows) * len(matrix) * max(4, x.dtype.itemsize) // nbytes))
     chunks = next(n for n in range(min(wanted, len(rows)), len(rows) + 1) if len(rows) % n == 0) if len(rows) else 1
     total: Tensor = ya.chunk(_cross_entropy, chunks, in_axes=(0, None, 0))(rows, matrix, labels).value

@@ -166,7 +166,8 @@ class Decoder(Generic[C]):
         def loss_fn(params: Parts, batch: Batch) -> Any:
             must_be_read(batch, ("places",) * self.axes.context)
             self.axes.must_be_dealt(batch)
-            documents, targets = batch.get("documents"), batch["targets"]
+            documents = batch.get("documents")
+            targets = batch["targets"]
             f = alike if documents is None else apart  # whose positions are each row's own
             x, ys = self._hidden(config, params, batch["tokens"], documents, f, unroll)
             mean: ya.Mean = ya.apply(last, self.head_unit(config, params), x, targets)
@@ -228,7 +229,8 @@ class Decoder(Generic[C]):
         """Returns the first layer's input for tokens at positions from `first` on. starts: as in `positions`. Raises
         ValueError if there are too few positions."""
         at = self.axes.places(first, first + tokens.shape[1], tokens.device)
-        S, longest = len(at) * (ya.axis_size("context") if self.axes.context else 1), config.longest
+        S = len(at) * (ya.axis_size("context") if self.axes.context else 1)
+        longest = config.longest
         if longest is not None and first + S > longest:
             raise ValueError(
                 f"positions {first} to {first + S - 1}: this model has {longest} of them (max_length); shorten the "

@@ -40,8 +40,10 @@ def gain(config: Shape, pin_norms: bool) -> Any:
 
 
 def attention_params(config: RotaryShape, axes: Axes = NONE) -> dict[str, Any]:
-    E, L = config.embed, config.layers
-    Q, KV = config.heads * config.head_dim, config.kv_heads * config.head_dim
+    E = config.embed
+    L = config.layers
+    Q = config.heads * config.head_dim
+    KV = config.kv_heads * config.head_dim
     return {
         "self_attn.q_proj.weight": ya.Param((L, Q, E), split=axes.split(-2)),
         "self_attn.k_proj.weight": ya.Param((L, KV, E), split=axes.split(-2)),
@@ -56,7 +58,9 @@ def norm_params(config: Shape, pin_norms: bool) -> dict[str, Any]:
 
 
 def mlp_params(config: Shape, axes: Axes = NONE) -> dict[str, Any]:
-    E, F_, L = config.embed, config.ffn, config.layers
+    E = config.embed
+    F_ = config.ffn
+    L = config.layers
     return {
         "mlp.gate_proj.weight": ya.Param((L, F_, E), split=axes.split(-2)),
         "mlp.up_proj.weight": ya.Param((L, F_, E), split=axes.split(-2)),
@@ -66,7 +70,8 @@ def mlp_params(config: Shape, axes: Axes = NONE) -> dict[str, Any]:
 
 def whole(config: Shape, layer: dict[str, Any], axes: Axes = NONE) -> Parts:
     """The parameters of a decoder with these leaves in its layers. With a tied head there is no `lm_head.weight`."""
-    V, E = config.vocab, config.embed
+    V = config.vocab
+    E = config.embed
     head = {"model.norm.weight": ya.Param((E,), init=ones)}
     if not config.tied:
         head["lm_head.weight"] = ya.Param((V, E), split=axes.split(-2))
@@ -105,13 +110,15 @@ def attention(
     flat = (ya.linear(x, w[f"self_attn.{name}_proj.weight"]) for name in "qkv")
     q, k, v = (torch.unflatten(part, -1, (-1, config.head_dim)) for part in flat)
     if "self_attn.q_norm.weight" in w:
-        q, k = norm(config, w["self_attn.q_norm.weight"], q), norm(config, w["self_attn.k_norm.weight"], k)
+        q = norm(config, w["self_attn.q_norm.weight"], q)
+        k = norm(config, w["self_attn.k_norm.weight"], k)
     x = attend(turn(q, at), turn(k, at), v, at, cache)
     return ya.linear(x, w["self_attn.o_proj.weight"])
 
 
 def mlp(w: Weights, x: Float[Tensor, "B S E"]) -> Float[Tensor, "B S E"]:
-    gate, up = ya.linear(x, w["mlp.gate_proj.weight"]), ya.linear(x, w["mlp.up_proj.weight"])
+    gate = ya.linear(x, w["mlp.gate_proj.weight"])
+    up = ya.linear(x, w["mlp.up_proj.weight"])
     return ya.linear(F.silu(gate) * up, w["mlp.down_proj.weight"])
 
 

@@ -32,7 +32,8 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if not (finite(self.factor) and self.factor >= 1.0):
             raise FieldError(self, "factor", f"expected a number of at least 1, got {reprlib.repr(self.factor)}")
-        low, high = self.low_freq_factor, self.high_freq_factor
+        low = self.low_freq_factor
+        high = self.high_freq_factor
         if not (finite(low) and finite(high) and 0.0 < low < high):
             why = f"expected 0 < low_freq_factor < high_freq_factor, got {reprlib.repr(low)} and {reprlib.repr(high)}"
             raise FieldError(self, "low_freq_factor", why)
@@ -94,7 +95,8 @@ def rotary(config: RotaryShape, positions: Int[Tensor, "*B S"], dtype: torch.dty
         keep = keep.clamp(0.0, 1.0)
         frequencies = frequencies * (keep + (1.0 - keep) / scaling.factor)
     angles = positions[..., None, None].float() * frequencies
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos = angles.cos().to(dtype)
+    sin = angles.sin().to(dtype)
     signed = torch.stack([-sin, sin])
     return Positions(repeat(cos, "... D -> ... (half D)", half=2), rearrange(signed, "half ... D -> ... (half D)"))
 
@@ -103,5 +105,6 @@ def turn(x: Float[Tensor, "B S H D"], at: Positions) -> Float[Tensor, "B S H D"]
     """Rotates queries or keys by their positions."""
     # (a, b) -> (a cos - b sin, b cos + a sin); with the sign inside the table the swap of halves is one copy, and
     # forward and backward take 0.75 of the time of chunk, negate and concatenate, with the same bits.
-    assert at.cos is not None and at.sin is not None
+    assert at.cos is not None
+    assert at.sin is not None
     return x * at.cos + x.roll(x.shape[-1] // 2, -1) * at.sin

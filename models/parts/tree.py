@@ -12,14 +12,16 @@ Weights = Mapping[str, Tensor]
 Batch = Mapping[str, Tensor]
 """`tokens`, `targets` and, if several texts share a row, `documents`: [B, S] integers each."""
 
-NEEDED, KNOWN = ("tokens", "targets"), ("tokens", "targets", "documents")
+NEEDED = ("tokens", "targets")
+KNOWN = ("tokens", "targets", "documents")
 
 
 def must_be_read(batch: Batch, more: tuple[str, ...] = ()) -> None:
     """Raises ValueError unless a loss reads all that a batch has, and finds what it needs. more: further keys that it
     reads"""
     *first, last = known = (*KNOWN, *more)
-    unread, missing = sorted(batch.keys() - set(known)), [key for key in NEEDED if key not in batch]
+    unread = sorted(batch.keys() - set(known))
+    missing = [key for key in NEEDED if key not in batch]
     if unread or missing:
         found = ", ".join(unread) or f"no {' and no '.join(missing)}"
         raise ValueError(

@@ -92,7 +92,8 @@ class ByteChat:
     stops = frozenset({Bytes.end})
 
     def encode(self, messages: Messages) -> Encoded:
-        parts, learnt = [], []
+        parts = []
+        learnt = []
         for message in messages:
             part = self._turn(message["role"]) + message["content"].encode(errors="replace") + bytes([Bytes.end])
             parts.append(part)
@@ -259,7 +260,8 @@ class Conversations(Indexed):
     def describe(self) -> str:
         notes = self.store.notes + self.rows.notes
         filled = notes[PLACES] / max(1, self.count * self.seq_len)
-        conversations, rows = counted(len(self.store.ends), "conversation"), counted(self.count, "row")
+        conversations = counted(len(self.store.ends), "conversation")
+        rows = counted(self.count, "row")
         said = f"{conversations} in {rows}, {filled:.0%} full{told(notes, SAID)}"
         if long := notes[LONG]:
             said += f", {long:,} longer than a row: {notes[BLIND] / notes[LEARNT]:.1%} of what is learnt is in "
@@ -272,7 +274,8 @@ class Conversations(Indexed):
     def row(self, index: int) -> Row:
         tokens, documents = torch.zeros(2, self.seq_len, dtype=torch.int64)
         targets = torch.full((self.seq_len,), -100)
-        at, found = 0, self.rows.document(index).reshape(-1, 2).tolist()
+        at = 0
+        found = self.rows.document(index).reshape(-1, 2).tolist()
         for number, (start, stop) in enumerate(found):
             signed = torch.from_numpy(self.store.tokens[start:stop].astype(np.int64))
             plain = torch.where(signed < 0, -1 - signed, signed)

@@ -84,7 +84,8 @@ def _megatrons(base: Path) -> Store:
                 raise ValueError(f"it has version {version}, dtype {code}, {sequences} sequences, {bounds} bounds")
             lengths = np.frombuffer(stream.read(4 * sequences), np.int32)
             offsets, first = (np.frombuffer(stream.read(8 * n), np.int64) for n in (sequences, bounds))
-        dtype, ends = np.dtype(DTYPES[code]), np.cumsum(lengths, dtype=np.int64)
+        dtype = np.dtype(DTYPES[code])
+        ends = np.cumsum(lengths, dtype=np.int64)
         whole = len(lengths) == len(offsets) == sequences and len(first) == bounds
         if not whole or not np.array_equal(offsets, (ends - lengths) * dtype.itemsize) or (lengths < 0).any():
             raise ValueError("expected sequences one after the other, each with its length and offset")
@@ -159,13 +160,15 @@ class Pipeline:
 
     def fingerprint(self) -> str:
         path, _, name = self.source.rpartition(":")
-        length, first = length_hint(self._made(0, 0), -1), self.first(1).fingerprint()
+        length = length_hint(self._made(0, 0), -1)
+        first = self.first(1).fingerprint()
         facts = name, self.split, self.seq_len, self.packing, length, first
         return digest_of(fingerprint(self.source, [Path(path)]), *facts)
 
     def first(self, most: int) -> Gathered:
         """The first rows, none a second time."""
-        cursor, rows = self.cursor(0, 0), list[Row]()
+        cursor = self.cursor(0, 0)
+        rows = list[Row]()
         while len(rows) < most and cursor.position["place"][0] == 0:
             row = cursor.next()
             assert row is not None, "it was wanted"
@@ -189,7 +192,8 @@ class Pipeline:
         given = {name: torch.as_tensor(np.asarray(element[name])) for name in names}
         # copies: what comes next is asked for before these are used, and may be written into the same arrays
         found = {name: each.to(torch.int64, copy=True) for name, each in given.items()}
-        tokens, targets = found["tokens"], found["targets"]
+        tokens = found["tokens"]
+        targets = found["targets"]
         shapes = {name: tuple(each.shape) for name, each in found.items()}
         sizes = set(shapes.values())
         require(
@@ -273,7 +277,9 @@ class _Passing:
         """Takes what comes next of a pipeline; where it has ended, of that of the next epoch."""
         while (taken := self._taken(feed)) is None:
             require(self._state is not None, f"{self._rows.label}: it gives no rows")
-            self._epoch, self._state, passed = self._epoch + 1, None, 0
+            self._epoch = self._epoch + 1
+            self._state = None
+            passed = 0
             feed = self._rows.feed(self._epoch, self._seed, None)
         require(passed < len(taken), f"{self._rows.label}: the position is behind the rows that it gives")
         self._feed, self._under_way, self._passed = feed, taken, passed

@@ -131,7 +131,8 @@ class Indexed(ABC):
 class _Shuffled:
     def __init__(self, rows: Indexed, position: int, seed: int) -> None:
         self.position, self._rows, self._seed = position, rows, seed
-        self._epoch, self._order = -1, torch.empty(0)
+        self._epoch = -1
+        self._order = torch.empty(0)
 
     def next(self, wanted: bool = True) -> Row | None:
         epoch, index = divmod(self.position, self._rows.count)
@@ -250,11 +251,9 @@ class _Dealt:
         known = position if isinstance(position, dict) else {"rows": position, "sources": [None] * len(mixed.sources)}
         places: Any = known.get("sources")
         require(isinstance(places, list) and len(places) == len(mixed.sources), "expected a place in each source")
-        self._rows, self._shares, self._seed = (
-            typed_as(Count, known.get("rows"), "the number of rows passed"),
-            shares(mixed.weights),
-            seed,
-        )
+        self._rows = typed_as(Count, known.get("rows"), "the number of rows passed")
+        self._shares = shares(mixed.weights)
+        self._seed = seed
         hand, within = divmod(self._rows, HAND)
         before = torch.bincount(_order(self._shares, seed, hand)[:within], minlength=len(self._shares)).tolist()
         self._cursors = [

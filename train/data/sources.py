@@ -51,7 +51,8 @@ class Opening:
 
     def packed(self, name: str, found: Documents) -> Packed:
         """Rows of tokens on the disk. Those of the bytes of files were read from the files once, and known by them."""
-        config, store = self.config, tokenised(found, self.tokenizer, self.cache)
+        config = self.config
+        store = tokenised(found, self.tokenizer, self.cache)
         known_as = ""
         if isinstance(found, TextFiles) and config.tokenizer == BYTES and config.packing == "stream":
             paths = [path for path in found.paths if path.stat().st_size]
@@ -71,7 +72,8 @@ class Opening:
 
     def made(self, source: str) -> tuple[Rows, Rows]:
         """`(training, held-out)` rows of a pipeline of another library."""
-        config, vocab = self.config, self.tokenizer.vocab
+        config = self.config
+        vocab = self.tokenizer.vocab
         training, heldout = (
             Pipeline(name, source, split, config.seq_len, config.packing, vocab)
             for name, split in ((TRAINING, "training"), (HELDOUT, "heldout"))

@@ -120,7 +120,8 @@ def kept(
         if not folder.exists():
             cache.mkdir(parents=True, exist_ok=True)
             _make_in_turn(arrays, dtype, folder, label)
-        tokens, ends = read(folder / "tokens", dtype), read(folder / "ends", np.int64)
+        tokens = read(folder / "tokens", dtype)
+        ends = read(folder / "ends", np.int64)
         facts = json.loads((folder / "facts.json").read_text())
         return Store(tokens, ends, facts["digest"], Counter(facts["notes"]))
 
@@ -207,7 +208,9 @@ def _wait_for(lock: TextIO, label: str) -> bool:
         except BlockingIOError:
             beat = os.fstat(lock.fileno()).st_mtime_ns
             # counted in looks, not by the clock, which goes on while a machine and all on it are suspended
-            waited, silent, seen = True, silent + POLL if beat == seen else 0.0, beat
+            waited = True
+            silent = silent + POLL if beat == seen else 0.0
+            seen = beat
             if silent > SILENT:
                 raise ConfigError(
                     f"{label}: {lock.read().partition(chr(10))[0] or lock.name}, which makes its tokens, has given no "
@@ -250,7 +253,8 @@ def _make(arrays: Callable[[Notes], Iterator[Tokens]], dtype: Any, folder: Path,
         shutil.rmtree(left, ignore_errors=True)
     partial = folder.with_suffix(f".{host}.{os.getpid()}.partial")
     partial.mkdir()
-    digest, notes = hashlib.blake2b(digest_size=8), Notes()
+    digest = hashlib.blake2b(digest_size=8)
+    notes = Notes()
     try:
         with open(partial / "tokens", "wb") as stream, open(partial / "ends", "wb") as ends:
             for tokens in arrays(notes):
@@ -317,7 +321,8 @@ class Packed(Indexed):
         return self.known_as or digest_of(self.store.digest, self.seq_len, self.packing)
 
     def row(self, index: int) -> Row:
-        start, end = index * self.seq_len, (index + 1) * self.seq_len
+        start = index * self.seq_len
+        end = (index + 1) * self.seq_len
         if self.packing == "stream":
             return stream_row(self.store.tokens[start : end + 1])
         first, last = np.searchsorted(self._inputs, (start, end - 1), side="right")

@@ -95,7 +95,9 @@ class Stream:
             order = permutation(len(block), seed, epoch * 2**32 + number).tolist()
             for index in range(passed, len(order)):
                 yield Place(epoch, number, state, index), block[order[index]][0]
-            number, state, passed = number + 1, block[-1][1](), 0
+            number = number + 1
+            state = block[-1][1]()
+            passed = 0
 
 
 class _Passing:
@@ -105,11 +107,9 @@ class _Passing:
     """
 
     def __init__(self, stream: Stream, place: Place, used: int, seed: int) -> None:
-        self._documents, self._seq_len, self._packed = (
-            stream.documents(place, seed),
-            stream.seq_len,
-            stream.packing == "documents",
-        )
+        self._documents = stream.documents(place, seed)
+        self._seq_len = stream.seq_len
+        self._packed = stream.packing == "documents"
         self._place, self._used = place, used
         self._pending: list[tuple[Place, Tokens]] = []
 
@@ -173,7 +173,8 @@ class Gathered(Indexed):
 
 def first_rows(stream: Stream, count: int) -> Gathered:
     """The first rows of a stream, at most `count`, none a second time."""
-    cursor, rows = stream.cursor(0, 0), list[Row]()
+    cursor = stream.cursor(0, 0)
+    rows = list[Row]()
     while len(rows) < count:
         row = cursor.next()
         if cursor.position["place"][0] > 0:  # of the next epoch, the row's end at least

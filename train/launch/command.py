@@ -81,13 +81,15 @@ class Ranks:
     def __init__(self, ranks: int, command: Sequence[str]) -> None:
         script = command[0].endswith(".py")
         self._command = [sys.executable, *command] if script else [sys.executable, "-m", "train", *command]
-        self._ranks, self._lines = ranks, Lines()
+        self._ranks = ranks
+        self._lines = Lines()
         self.processes: list[subprocess.Popen[bytes]] = []
         self.asked: signal.Signals | None = None
         """The first signal that asked for an end."""
 
     def start(self, attempt: Attempt) -> None:
-        port, bind = free_port(), local_ranks.dies_with(os.getpid())
+        port = free_port()
+        bind = local_ranks.dies_with(os.getpid())
         self.processes.clear()
         self._lines = Lines()
         for rank in range(self._ranks):
@@ -106,7 +108,8 @@ class Ranks:
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """SIGTERM is passed on. So is the first SIGINT, later: the terminal has sent it to ranks, too, as a rule."""
-        first, self.asked = self.asked is None, self.asked or signal.Signals(number)
+        first = self.asked is None
+        self.asked = self.asked or signal.Signals(number)
         if number == signal.SIGTERM:
             self.send(signal.SIGTERM)
         elif first:
@@ -199,7 +202,8 @@ ALONE = ("tokenizer", "report", "plan")
 
 def parse(argv: Sequence[str]) -> tuple[int, int, list[str]]:
     """Returns the number of ranks, that of restarts, and the command. Raises ValueError, which says what is wrong."""
-    numbers, rest = dict.fromkeys(NUMBERS, 0), list(argv)
+    numbers = dict.fromkeys(NUMBERS, 0)
+    rest = list(argv)
     while rest and rest[0].startswith("--"):
         name, _, value = rest.pop(0).partition("=")
         value = value or (rest.pop(0) if rest else "")

@@ -89,7 +89,9 @@ class Lines:
                 end = 1 + max(kept.rfind(b"\n"), kept.rfind(b"\r"))
             else:
                 continue
-            said, kept, first = kept[:end], kept[end:], time.monotonic()
+            said = kept[:end]
+            kept = kept[end:]
+            first = time.monotonic()
             with self._one_at_a_time:
                 while said:
                     said = said[os.write(target, said) :]

@@ -75,7 +75,8 @@ class Plot(NamedTuple):
         return [(self.x(step), self.y(value)) for step, value in points]
 
     def grid(self) -> Markup:
-        right, floor = WIDTH - RIGHT, HEIGHT - BOTTOM
+        right = WIDTH - RIGHT
+        floor = HEIGHT - BOTTOM
         parts = []
         for tick in self.up.ticks:
             y = self.y(tick)
@@ -127,7 +128,8 @@ def thinned(points: Points) -> Points:
     """Keeps at most two points for each of `COLUMNS` parts of the steps: the lowest and the highest."""
     if len(points) <= 2 * COLUMNS:
         return points
-    low, high = points[0][0], points[-1][0]
+    low = points[0][0]
+    high = points[-1][0]
     columns: dict[int, list[tuple[float, float]]] = {}
     for point in points:
         columns.setdefault(int((point[0] - low) / (high - low) * COLUMNS), []).append(point)
@@ -156,13 +158,15 @@ class Axis(NamedTuple):
     def at(self, value: float) -> float:
         """The place of `value`, from 0 at the low end to 1."""
         scaled: Callable[[float], float] = math.log if self.log else float
-        low, high = scaled(self.low), scaled(self.high)
+        low = scaled(self.low)
+        high = scaled(self.high)
         return min(1.0, max(0.0, (scaled(value) - low) / (high - low)))
 
 
 def axis(values: list[float], *, log: bool = False) -> Axis:
     """An axis that holds all `values`, with some round ticks. log: of positive values"""
-    low, high = min(values, default=0.0), max(values, default=1.0)
+    low = min(values, default=0.0)
+    high = max(values, default=1.0)
     if high - low <= 1e-9 * max(abs(high), abs(low), 1e-30):
         low = low - (abs(low) or 1.0) / 2
         high = high + (abs(high) or 1.0) / 2

@@ -58,7 +58,8 @@ def write(options: Options) -> Path:
     folders = options.folders or (newest(Path("runs"), *kinds()),)
     runs = [read(folder) for folder in folders]
     if len(runs) == 1:
-        name, text = "report.html", single(runs[0], options.cluster)
+        name = "report.html"
+        text = single(runs[0], options.cluster)
     else:
         name = f"report-{runs[0].name}-{runs[1].name}.html"
         text = compared(*runs)
@@ -108,7 +109,8 @@ def _charts(drawn: list[Drawn], alike: bool = True) -> list[Markup]:
 def single(run: Run, cluster: str | None) -> str:
     recorded = cluster is None or run.timeline is not None
     require(recorded, f"--cluster {cluster}: {run.folder} has recorded no step to predict (--timeline-every)")
-    guess, steps = facts.predicted(run, cluster), []
+    guess = facts.predicted(run, cluster)
+    steps = []
     if run.timeline is not None:
         measured = run.timeline._replace(title=f"Step {run.recorded}, {run.timeline.title}")
         steps = [measured] if guess is None else [guess.timeline, measured]
@@ -171,7 +173,8 @@ def _differences(one: dict[str, str], two: dict[str, str]) -> list[tuple[str, st
 def _numbers(a: Run, b: Run, alike: bool) -> list[tuple[str, str, str, str, str]]:
     """The rows of a comparison: what, its unit, of each, and the second over the first. What is by the token, where
     tokens are not the same, has the unit of each beside its number, and no ratio."""
-    one, two = facts.figures(a), facts.figures(b)
+    one = facts.figures(a)
+    two = facts.figures(b)
     per_ms, time = unit_of(max(one.step_ms or 0.0, two.step_ms or 0.0) / 1000)
     nbytes, memory = in_one_unit(max(one.memory or 0.0, two.memory or 0.0))
     by_token = ("speed", "loss", "held")
@@ -187,7 +190,8 @@ def _numbers(a: Run, b: Run, alike: bool) -> list[tuple[str, str, str, str, str]
     )
     rows = []
     for field, name, unit, scale in kinds:
-        first, second = getattr(one, field), getattr(two, field)
+        first = getattr(one, field)
+        second = getattr(two, field)
         comparable = alike or field not in by_token
         shown, other = (
             "none" if value is None else number(value / scale) + beside

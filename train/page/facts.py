@@ -64,7 +64,8 @@ def seconds_under_way(run: Run) -> float | None:
         if each["event"] == "start":
             begun = now
         elif each["event"] == "end" and begun:
-            total, begun = total + now - begun, 0.0
+            total = total + now - begun
+            begun = 0.0
     return total or None
 
 
@@ -112,7 +113,8 @@ def figures(run: Run) -> Figures:
 
 
 def tiles(run: Run) -> list[Tile]:
-    of, held = figures(run), run.series("eval_loss")
+    of = figures(run)
+    held = run.series("eval_loss")
     last_step = run.steps[-1]["step"] if run.steps else 0
     found = [Tile("steps", f"{last_step:,}", f"of {run.config.steps:,}")]
     if of.loss is not None:
@@ -131,7 +133,8 @@ def tiles(run: Run) -> list[Tile]:
     if of.memory is not None:
         what = "of tensors" if run.start.get("kind") == "cuda" else "of the process"
         found.append(Tile("most memory", size(of.memory), f"{what}, rank 0"))
-    took, starts = seconds_under_way(run), len(run.of("start"))
+    took = seconds_under_way(run)
+    starts = len(run.of("start"))
     if took is not None:
         unended = starts - len(run.of("end"))
         note = f", {unended} without an end and not counted" * (unended > 0)
@@ -141,7 +144,8 @@ def tiles(run: Run) -> list[Tile]:
 
 def settings(run: Run) -> tuple[list[tuple[str, str, str]], list[tuple[str, str]]]:
     """`(flag, value, default)` of what was changed, and `(flag, value)` of all the rest."""
-    default, here = flat(type(run.config)()), flat(run.config)
+    default = flat(type(run.config)())
+    here = flat(run.config)
     names = [name for name in here if name not in NOT_SETTINGS]
     changed = [(name, shown(here[name]), shown(default[name])) for name in names if here[name] != default[name]]
     return changed, [(name, shown(here[name])) for name in names if here[name] == default[name]]
@@ -158,7 +162,8 @@ def environment(run: Run) -> list[tuple[str, str]]:
     start = run.start
     if not start:
         return []
-    ranks, machines = start.get("ranks"), start.get("machines")
+    ranks = start.get("ranks")
+    machines = start.get("machines")
     model = start.get("model") or flat(run.config).get("model", "")
     rows = {
         "model": f"{model}, {start.get('parameters', 0) / 1e6:.2f}M parameters",

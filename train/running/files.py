@@ -104,7 +104,8 @@ class Lines:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             truncate(self._path, self._first)
             self._handle = append_to(self._path)
-        size, left = os.fstat(self._handle).st_size, b"".join(line for _, line in self._waiting)
+        size = os.fstat(self._handle).st_size
+        left = b"".join(line for _, line in self._waiting)
         try:
             while left:
                 left = left[os.write(self._handle, left) :]
@@ -172,7 +173,8 @@ class Board:
         threading.excepthook = self._hook
 
     def _close(self) -> None:
-        writer, self._writer = self._writer, None
+        writer = self._writer
+        self._writer = None
         try:
             if writer is not None:
                 writer.close()

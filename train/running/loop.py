@@ -57,7 +57,8 @@ def prepare(
 ) -> tuple[Settings, Job, dict[str, str]]:
     """Prepares, on each rank alone: settings, complete but for the run's name, what they ask for, and fingerprints of
     what all ranks must read alike. job: `(settings, ranks that rows go to) -> (settings, job)`"""
-    config, ranks = run.parse(argv, kind, quiet=quiet), int(os.environ.get("WORLD_SIZE", 1))
+    config = run.parse(argv, kind, quiet=quiet)
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     mesh = config.stages
     require(ranks % mesh.stage == 0, f"mesh.stage is {mesh.stage}: {ranks} rank(s) do not divide into so many stages")
     require(
@@ -134,14 +135,16 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
     tx = setup.optimizer(config.optim, config.steps)
     state = job.begin(tx, mesh)
     schedule: AnySchedule = setup.schedule(config.sharding, config.stages)
-    position, kept = 0, []
+    position = 0
+    kept = []
     texts = {"text": job.text} | ({"heldout": job.heldout.fingerprint()} if config.eval_every else {})
     if config.resume:
         warn = (lambda text: say_apart(f"warning: {text}")) if here.leads else (lambda text: None)
         state, extra = load(folder / "checkpoints", state, warn)
         where = folder / "checkpoints" / folder_name(state.step) / MANIFEST
         run.checked(extra, job.training, config.seed, str(where))
-        position, kept = extra["position"], extra.get("spikes", [])
+        position = extra["position"]
+        kept = extra.get("spikes", [])
         if here.leads:
             run.compared(folder, config, state.step, warn)
         # the same program issues the same operations, and gives the same bits
@@ -217,14 +220,16 @@ def train(config: Settings, mesh: DeviceMesh, job: Job) -> None:
             meter.push(state.step, metrics)
             if due(state.step, config.gc_every, last=False):
                 gc.collect()
-            stopped, last = stop.agreed(), state.step == config.steps
+            stopped = stop.agreed()
+            last = state.step == config.steps
             if skips.too_many:
                 meter.flush()
                 state = saves.back(state, skips.go_back())
                 meter.skipped = not_counted(state)
                 meter.restart()
                 continue
-            evaluates, ends = due(state.step, config.eval_every, last), last or stopped
+            evaluates = due(state.step, config.eval_every, last)
+            ends = last or stopped
             keeps = saves.settle(state.step) or ends or due(state.step, config.checkpoint_every, last)
             if evaluates or keeps:
                 meter.flush()
@@ -301,7 +306,8 @@ class Evaluation:
         its largest element: of a model with experts the router's loss, and `expert_load`, how much more the busiest
         expert of any layer has to do than all have on average."""
         found = [self._step(state, batch) for batch, _ in islice(self._read(), self._batches)]
-        losses, targets = torch.stack([each["loss"].double() for each in found]), _column(found, "targets")
+        losses = torch.stack([each["loss"].double() for each in found])
+        targets = _column(found, "targets")
         told = {name: _column(found, name) for name in found[0]["aux"] if name != "targets"}
         return float((losses * targets).sum() / targets.sum()), {
             name: float(torch.tensordot(targets / targets.sum(), values, 1).max()) for name, values in told.items()

@@ -82,7 +82,8 @@ class Meter:
 
     def flush(self) -> None:
         """Hands on what was taken; the device is idle then."""
-        previous, self._late = self._late, None
+        previous = self._late
+        self._late = None
         self._hand_on(previous)
 
     def restart(self) -> None:
@@ -94,7 +95,8 @@ class Meter:
             return
         step, (loss, grad_norm, skipped) = late[0], late[1].read()
         now = time.perf_counter()
-        seconds, self._since = now - self._since, now
+        seconds = now - self._since
+        self._since = now
         lost = bool(skipped) or not math.isfinite(loss)
         self._sink(
             Record(
@@ -175,6 +177,7 @@ class Recorded:
         whole = ya.timeline.Timeline(self._trace, *timeline[1:])  # the trace of a running step has no costs
         (ops,) = json.loads(program.to_json())["stages"]
         kept = {"step": step, "timeline": json.loads(whole.to_json()), "ops": ops}
-        self._taken, self._written = [], True
+        self._taken = []
+        self._written = True
         with contextlib.suppress(OSError):  # the next ones may find room
             replace(self._path, json.dumps(kept).encode())

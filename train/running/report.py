@@ -97,7 +97,9 @@ class Report:
         unit: str = "byte",
         logs: Sequence[Log] = (),
     ) -> None:
-        self.console, self._unit, self._logs = console, unit, list(logs)
+        self.console = console
+        self._unit = unit
+        self._logs = list(logs)
         self._steps, self._first, self._log_every = steps, first, log_every
         self._leads = folder is not None
         self.events = Events(None if folder is None else folder / "events.jsonl")
@@ -143,8 +145,11 @@ class Report:
         self._show(record, f"ETA {duration(remaining)}")
 
     def _show(self, record: Record, eta: str) -> None:
-        step, loss, rate = record.step, f"loss {record.loss:.4f}", f"{record.tokens_per_s:,.0f} tok/s"
-        took, memory = f"{record.step_ms:.0f} ms", f"{record.mem_bytes / 2**30:.2f} GiB"
+        step = record.step
+        loss = f"loss {record.loss:.4f}"
+        rate = f"{record.tokens_per_s:,.0f} tok/s"
+        took = f"{record.step_ms:.0f} ms"
+        memory = f"{record.mem_bytes / 2**30:.2f} GiB"
         mfu = [] if record.mfu is None else [f"MFU {record.mfu:.1%}"]
         if self.console.is_terminal:
             self._live.show(
@@ -243,7 +248,8 @@ class LiveLine:
     """
 
     def __init__(self, console: Console) -> None:
-        self._console, self._drawn = console, -math.inf
+        self._console = console
+        self._drawn = -math.inf
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
 
     def __enter__(self) -> LiveLine:
@@ -290,6 +296,7 @@ def sparkline(values: Sequence[float]) -> str:
     count = min(SPARK, len(found))
     edges = [len(found) * k // count for k in range(count + 1)] if count else []
     means = [sum(found[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
-    low, high = min(means, default=0.0), max(means, default=0.0)
+    low = min(means, default=0.0)
+    high = max(means, default=0.0)
     scale = (len(MARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(MARKS[round((value - low) * scale)] for value in means)

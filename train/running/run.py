@@ -159,7 +159,8 @@ def _claim(config: C, tokenizer: Tokenizer, attempt: Attempt, stack: contextlib.
 
 def _keep_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Into a new folder: its library would write through links in one that is there."""
-    partial, kept = folder / f"{TOKENIZER}.partial", folder / TOKENIZER
+    partial = folder / f"{TOKENIZER}.partial"
+    kept = folder / TOKENIZER
     for path in (partial, kept):
         if path.is_dir():
             shutil.rmtree(path)
@@ -218,7 +219,8 @@ def tokenizer_name(config: Config, folder: Path) -> str:
 def settled(config: C, training: Rows, heldout: Rows, ranks: int) -> C:
     """The settings, with a batch and evaluations that the text has rows for where they were not given. Raises
     ConfigError where it has too few. ranks: those that rows go to"""
-    data, every = config.data, config.eval_every
+    data = config.data
+    every = config.eval_every
     if data.batch == AUTO:
         parts = config.sharding.microbatches * config.sharding.chunks
         there = at_most(training) // ranks // parts * parts

@@ -82,7 +82,8 @@ class Saves:
 
     def _end(self) -> bool:
         """Waits for the checkpoint that is being written. Whether there was none, or it is on the disk now."""
-        step, self._under_way = self._under_way, None
+        step = self._under_way
+        self._under_way = None
         if step is None:
             return True
         try:
@@ -133,14 +134,16 @@ class Skips:
 
     def go_back(self) -> str:
         """Says why the run goes back to its last checkpoint. Raises Diverged where it went back too often."""
-        first, last = self._records[0], self._records[-1]
+        first = self._records[0]
+        last = self._records[-1]
         what = (
             f"steps {first.step} to {last.step}, the last with loss {last.loss}, gradient norm {last.grad_norm}: their "
             "updates were skipped"
         )
         if not self._rollbacks:
             raise Diverged(f"{what}, and the run went back to a checkpoint as often as it may. {ADVICE}")
-        self._rollbacks, self._records = self._rollbacks - 1, []
+        self._rollbacks = self._rollbacks - 1
+        self._records = []
         return what
 
 
@@ -165,7 +168,8 @@ class Spikes:
     def __call__(self, metrics: Mapping[str, Tensor]) -> Tensor:
         """A flag: whether the step with these metrics is a spike. Takes it among the last ones."""
         now = torch.stack([metrics["loss"].double(), metrics["grad_norm"].double()])[:, None]
-        seen, count = self._seen.to(now.device), self._count.to(now.device)
+        seen = self._seen.to(now.device)
+        count = self._count.to(now.device)
         there = torch.arange(WINDOW, device=now.device) >= WINDOW - count
         mean = (seen * there).sum(1, keepdim=True) / count
         deviation = (((seen - mean) ** 2 * there).sum(1, keepdim=True) / (count - 1)).sqrt()

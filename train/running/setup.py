@@ -53,7 +53,8 @@ def vocabulary(name: str, vocab: int, tokenizer: Tokenizer) -> int:
 
 def learning_rate(config: Optim, steps: int) -> ya.optim.Rate:
     """Learning rate by the number of completed steps. The first step already moves: warmup does not begin at zero."""
-    peak, end = config.learning_rate, config.learning_rate * config.final_fraction
+    peak = config.learning_rate
+    end = config.learning_rate * config.final_fraction
     first = peak / (config.warmup + 1)
     if config.decay == "wsd":
         decays = config.decays(steps)
@@ -113,7 +114,8 @@ def precision(config: Sharding) -> ya.Precision:
 def own_device(device: str) -> str | None:
     """The device that `ya.mesh` is to take for `--device`. Raises ConfigError, on every rank of this machine, unless
     each has a GPU of its own where they compute on GPUs."""
-    ranks, found = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), torch.cuda.device_count()
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    found = torch.cuda.device_count()
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device cuda: torch sees no CUDA device here; --device cpu, or auto")
     if device != "cpu" and torch.cuda.is_available() and ranks > found:
@@ -180,7 +182,8 @@ def schedule(config: Sharding, stages: Mesh = NO_STAGES) -> AnySchedule:
 
 def assignment(config: Settings, model: Shape, params: Any) -> ya.schedules.Assignment | None:
     """Assigns the model's units to stages: as even as can be. None without stages."""
-    stages, rows = config.stages, config.data.usual // config.sharding.microbatches
+    stages = config.stages
+    rows = config.data.usual // config.sharding.microbatches
     if stages.stage == 1:
         return None
     tokens = torch.zeros(rows, config.data.seq_len, dtype=torch.int64)

@@ -142,13 +142,15 @@ class Stopper:
         if self._ranks == 1:
             return self.requested
         self._arrive()
-        stop, self._flag = bool(self._flag.item()), torch.tensor(int(self.requested), dtype=torch.int32)
+        stop = bool(self._flag.item())
+        self._flag = torch.tensor(int(self.requested), dtype=torch.int32)
         with talking("beginning the all-reduce of the stop flag"):
             self._work = dist.all_reduce(self._flag, dist.ReduceOp.MAX, async_op=True)
         return stop
 
     def _arrive(self) -> None:
-        work, self._work = self._work, None
+        work = self._work
+        self._work = None
         if work is not None:
             with talking("all-reduce of the stop flag between two steps"):
                 work.wait()

@@ -62,7 +62,9 @@ def generate(loaded: Loaded, prompts: Sequence[Sequence[int]], length: int, how:
     Ranks of a sharded model draw together, and all take what rank 0 drew. Raises ConfigError for an empty prompt, and
     where a prompt and `length` pass the positions of the model.
     """
-    model, device, longest = loaded.model, loaded.device, max(map(len, prompts))
+    model = loaded.model
+    device = loaded.device
+    longest = max(map(len, prompts))
     family = models.of(model)
     for number, prompt in enumerate(prompts, 1):
         require(len(prompt) > 0, f"prompt {number} is empty: a continuation needs at least one token before it")
@@ -72,7 +74,8 @@ def generate(loaded: Loaded, prompts: Sequence[Sequence[int]], length: int, how:
         )
     padding = torch.tensor([longest - len(prompt) for prompt in prompts], device=device)
     rows = [pad(torch.tensor(prompt, dtype=torch.long), (longest - len(prompt), 0)) for prompt in prompts]
-    tokens, position = torch.stack(rows).to(device), 0
+    tokens = torch.stack(rows).to(device)
+    position = 0
     several = {"padding": padding} if len({len(prompt) for prompt in prompts}) > 1 else {}
     cache = family.init_cache(model, len(prompts), longest + length, loaded.dtype, device)
     generators = [torch.Generator().manual_seed(how.seed) for _ in prompts]

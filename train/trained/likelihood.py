@@ -44,12 +44,14 @@ def likelihoods(loaded: Loaded, parts: Sequence[Part], batch: int) -> list[Likel
     """
     for part in parts:
         require(len(part.context) > 0 and len(part.targets) > 0, "a part without context, or without targets")
-        most, got = loaded.most, len(part.targets)
+        most = loaded.most
+        got = len(part.targets)
         require(got <= most, f"{got} tokens are to be scored at once: {loaded.named} was made for {most}")
     lengths = [len(part.context) + len(part.targets) for part in parts]
     order = sorted(range(len(parts)), key=lambda index: -lengths[index])
     batches = [order[at : at + batch] for at in range(0, len(order), batch)]
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks = dist.get_world_size()
+    rank = dist.get_rank()
     mine: dict[int, Likelihood] = {}
     for at in range(0, len(batches), ranks):  # all ranks compute as often: their weights come from each other
         indices = batches[min(at + rank, len(batches) - 1)]
@@ -68,12 +70,14 @@ def _of_batch(loaded: Loaded, parts: Sequence[Part]) -> Iterator[Likelihood]:
     tokens = torch.zeros(len(rows), longest, dtype=torch.long)
     targets = torch.full((len(rows), longest), -100)
     for index, (row, part) in enumerate(zip(rows, parts, strict=True)):
-        end, count = len(row) - 1, len(part.targets)
+        end = len(row) - 1
+        count = len(part.targets)
         tokens[index, :end] = torch.tensor(row[:-1])
         targets[index, end - count : end] = torch.tensor(row[-count:])
     family: Any = models.of(loaded.model)
     found = family.score(loaded.model, loaded.params, tokens.to(loaded.device), targets.to(loaded.device))
-    sums, best = found.log_probability.double().sum(1).tolist(), found.best.all(1).tolist()
+    sums = found.log_probability.double().sum(1).tolist()
+    best = found.best.all(1).tolist()
     return (Likelihood(*each) for each in zip(sums, best, strict=True))
 
 

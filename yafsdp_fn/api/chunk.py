@@ -81,7 +81,8 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: int | tuple[int | None, ...
         tree: Any = args
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
         columns = _cut(name, args, leaves, in_axes, n)
-        device, ranks = device_of_leaves(leaves), getattr(ranks_around(), "ranks", None)
+        device = device_of_leaves(leaves)
+        ranks = getattr(ranks_around(), "ranks", None)
         parts = [_Part(name, f, row, spec, device, None, ranks) for row in zip(*columns, strict=True)]
         return _joined(name, _run(parts))
 
@@ -102,9 +103,11 @@ class _Part(TensorCall):
 
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self._ready is not None:
-            ready, self._ready = self._ready, None
+            ready = self._ready
+            self._ready = None
             return ready
-        watched, self.watch = self.watch, False
+        watched = self.watch
+        self.watch = False
         with TensorWatch(tensors, self.name) if watched else contextlib.nullcontext():
             outs = self.replay(tensors)
             # an argument, or a tensor from outside, that passes straight through is a result, too

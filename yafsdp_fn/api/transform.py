@@ -123,7 +123,8 @@ def value_and_grad(
         arguments = function.arguments(args, kwargs, numbers)
         found = handles(arguments.nodes)
         given = found or arguments.constants  # under plain adapters, weights that are not differentiated
-        memory, seed = memory_of(given) if given else None, _seed(given)
+        memory = memory_of(given) if given else None
+        seed = _seed(given)
         shards = memory.new_grads() if memory is not None and found else None
         results, record, _ = function.run(arguments, memory, shards, seed)
         comms = None if memory is None else memory.comms
@@ -152,7 +153,8 @@ def _composed(arguments: Arguments) -> tuple[Tensor, list[Any]]:
 
     def at(leaves: Sequence[Tensor], still: Callable[[Tensor], Tensor], share: Callable[[Tensor], Tensor]) -> list[Any]:
         """The arguments' nodes with `leaves` in their place. still: maps frozen leaves; share: maps plain leaves"""
-        given, nodes = iter(leaves), list[Any]()
+        given = iter(leaves)
+        nodes = list[Any]()
         for node in arguments.nodes:
             if isinstance(node, Sharded):
                 of_group = [next(given) if g.trainable else still(leaf) for _, g, leaf in node.group_leaves()]
@@ -222,7 +224,8 @@ def eval_step(
         if isinstance(state, ShardedState):
             params = state.check().params
         elif isinstance(state, PlainState):
-            params, seed = state.params, Seed(state.seed, state.step, state.rank)
+            params = state.params
+            seed = Seed(state.seed, state.step, state.rank)
         found = handles(params)
         memory = memory_of(found) if found else None
         results = function.run(function.arguments((params, batch), {}), memory, None, seed or _seed(found)).results

@@ -130,7 +130,8 @@ def _finder(root: Path, name: Name) -> tuple[Callable[..., Theirs], Callable[[],
 
 def _lazy(find: Callable[..., Theirs], accessor: optree.PyTreeAccessor, leaf: Any) -> Lazy:
     """Returns the leaf that loads the tensors of a parameter, which have its shape, one for each layer."""
-    path, shape = dotted(accessor), tuple(leaf.shape)
+    path = dotted(accessor)
+    shape = tuple(leaf.shape)
     if not in_stack(accessor):
         one = find(path, None, shape)
         return Lazy.in_place_of(leaf, one.dtype, lambda _: one.read())

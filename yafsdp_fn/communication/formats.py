@@ -292,14 +292,16 @@ def check_format(what: str, format: Format) -> None:
 
 def encode(format: Format, values: Tensor, out: Tensor) -> None:
     """Encodes `values` [N] to `out`, its bytes."""
-    blocks, rows = values.detach().view(-1, format.block), out.view(-1, format.block_bytes)
+    blocks = values.detach().view(-1, format.block)
+    rows = out.view(-1, format.block_bytes)
     for part in _parts(len(blocks), format, values):
         rows[part].copy_(format.encode(blocks[part]))
 
 
 def decode(format: Format, encoded: Tensor, out: Tensor) -> None:
     """Decodes bytes to `out` [N]."""
-    rows, blocks = encoded.view(-1, format.block_bytes), out.view(-1, format.block)
+    rows = encoded.view(-1, format.block_bytes)
+    blocks = out.view(-1, format.block)
     for part in _parts(len(blocks), format, out):
         blocks[part].copy_(format.decode(rows[part].clone(), out.dtype))
 

@@ -102,7 +102,8 @@ class Ranks:
 
     def set_micro_shards(self, micro_shards: int | None) -> None:
         """Sets how global batches are cut (micro_shards.py). None: as the caller likes; bits depend on it."""
-        self.micro_shards, self.deterministic = micro_shards, micro_shards is not None
+        self.micro_shards = micro_shards
+        self.deterministic = micro_shards is not None
 
     # ---- axes inside blocks
 

@@ -53,7 +53,8 @@ def sum_by_ranks(
     if format is not None:
         sent = full.view(torch.uint8)[: format.nbytes(full.numel())]
         formats.encode(format, full, sent)
-    received, parts = sent, comms.ranks
+    received = sent
+    parts = comms.ranks
     if hierarchical(comms) and not comms.deterministic:
 
         def of_node(out: Tensor, received: Tensor) -> None:

@@ -42,7 +42,8 @@ class HostActivationBuffers:
 
     def __init__(self, memory: StateMemory, number: object) -> None:
         self._memory: StateMemory = weakref.proxy(memory)  # weak, as that of its slots
-        self._device, self._number = memory.comms.device, number
+        self._device = memory.comms.device
+        self._number = number
         self._stream = memory.comms.stream("offload")
         self._slots: dict[int, Tensor] = {}
         self._host: dict[int, Tensor] = {}  # by visit
@@ -72,7 +73,8 @@ class HostActivationBuffers:
 
     def restore(self, visit: int, slot: int, others: Sequence[Tensor]) -> list[Tensor]:
         """Returns the visit's arguments: the saved ones, as views of `slot`, among the `others`."""
-        slices, rest = self._slices[visit], iter(others)
+        slices = self._slices[visit]
+        rest = iter(others)
         found: list[Tensor] = []
         for k in range(len(slices) + len(others)):
             each = slices.get(k)

@@ -21,7 +21,8 @@ class ModuleValues:
     """
 
     def __init__(self, module: nn.Module, directory: str | os.PathLike[str] | None) -> None:
-        self._module, self.in_memory = module, directory is None
+        self._module = module
+        self.in_memory = directory is None
         self._found: dict[str, StoredTensor] = {}
         if directory is None:
             return

@@ -428,7 +428,8 @@ def load_into(module: nn.Module, params: Mapping[str, Tree], *, model: Functiona
     def write(prefix: str, weights: Tree) -> None:
         leaves: Mapping[str, Any] = weights if isinstance(weights, Mapping) else {"": weights}
         for key, leaf in leaves.items():
-            name, whole = join(prefix, key), leaf if isinstance(leaf, Tensor) else leaf.merged()
+            name = join(prefix, key)
+            whole = leaf if isinstance(leaf, Tensor) else leaf.merged()
             there = target[name]
             if there.shape != whole.shape or not there.is_floating_point():
                 raise ValueError(

@@ -176,7 +176,8 @@ def _in_int8(leaf: Any, path: str, part: int) -> Param | Lazy:
     shape = tuple(leaf.shape if part == 0 else leaf.shape[:-1])
     split: Any = _split(leaf, -2, -1) if part or isinstance(leaf, Tensor) else leaf.split
     if isinstance(leaf, Param):
-        beyond, init = leaf.shape[len(shape) :], leaf.init
+        beyond = leaf.shape[len(shape) :]
+        init = leaf.init
         return Param(
             shape, init=lambda draw, of, _: _quantised(init(draw, (*of, *beyond), leaf.dtype))[part], split=split
         )

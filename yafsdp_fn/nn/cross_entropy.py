@@ -51,7 +51,9 @@ class Chunked(torch.autograd.Function):
             elif formed and wants_weight:
                 grad_weight, write = _fresh(weight)
             total = _chunks(x, weight, targets, ignore_index, chunk, grad_x=grad_x, write=write)
-        ctx.how, ctx.found, ctx.formed = (ignore_index, chunk), found, formed
+        ctx.how = (ignore_index, chunk)
+        ctx.found = found
+        ctx.formed = formed
         # torch.utils.checkpoint wants a recomputation to save as much as the forward, where a slot may have been free
         ctx.grad_x = None if found is None else grad_x
         ctx.save_for_backward(x, weight, targets, grad_x if found is None else None, grad_weight)
@@ -113,13 +115,16 @@ def _chunks(
 
     Works in place on memory for the logits of one chunk, allocated once.
     """
-    wide, gradient = _wide(x.dtype), grad_x is not None or write is not None
+    wide = _wide(x.dtype)
+    gradient = grad_x is not None or write is not None
     whole = x.new_empty(chunk, len(weight))
     total = x.new_zeros((), dtype=wide)
     softmax_ = _softmax_of(whole, targets, ignore_index)
     for start in range(0, len(x), chunk):
-        rows, labels = x[start : start + chunk], targets[start : start + chunk]
-        logits, counts = whole[: len(rows)], (labels != ignore_index).to(wide)
+        rows = x[start : start + chunk]
+        labels = targets[start : start + chunk]
+        logits = whole[: len(rows)]
+        counts = (labels != ignore_index).to(wide)
         torch.mm(rows, weight.t(), out=logits)
         factors = counts if scale is None else counts * scale
         losses = softmax_(logits, labels.where(labels != ignore_index, 0), factors, gradient=gradient)

@@ -28,7 +28,8 @@ def _rows(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * columns
-    label, factor = tl.load(labels + row), tl.load(factors + row)
+    label = tl.load(labels + row)
+    factor = tl.load(factors + row)
     # before the maximum, for which all warps wait for each other: none has overwritten it yet
     picked = tl.load(start + label, mask=(label >= 0) & (label < columns), other=0.0).to(tl.float32)
     # the lowest number, not minus infinity: lanes beyond the end, which are that, would take the difference of two

@@ -125,7 +125,8 @@ PRODUCTS_ALONE = f"a ya.formats.Float8, which ya.linear and F.linear multiply: i
 
 
 def _flat(node: Float8) -> tuple[Any, ...]:
-    weight, numbers = node.weight, _kept_numbers(node.weight)
+    weight = node.weight
+    numbers = _kept_numbers(node.weight)
     if numbers is not None:  # who takes a block's weights apart, as `ya.chunk`, gets values
         weight = _Decoded.apply(weight, numbers)  # type: ignore[no-untyped-call]
     return (weight,), None, ("weight",)
@@ -244,7 +245,8 @@ class _Times(torch.autograd.Function):
             grad_x = _product(grad, _numbers_of(weight, found).t())
         if ctx.needs_input_grad[1]:
             outs, ins = weight.shape
-            rows, columns = x.reshape(-1, ins), grad.reshape(-1, outs).t()
+            rows = x.reshape(-1, ins)
+            columns = grad.reshape(-1, outs).t()
             if found is not None and found.takes:
                 found.write_mm(columns, rows)
             else:

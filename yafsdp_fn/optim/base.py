@@ -135,7 +135,8 @@ def _difference(whole: list[Tensor], first: list[Tensor], second: list[Tensor]) 
     for number, (one, *halves) in enumerate(zip(whole, first, second, strict=True)):
         if not one.ndim or not one.numel():
             continue
-        joined, one = torch.cat(halves, -1).double(), one.double()
+        joined = torch.cat(halves, -1).double()
+        one = one.double()
         same = (joined == one) | (joined.isnan() & one.isnan())
         off = torch.where(same, 0, (joined - one).abs() / one.abs().amax()).amax().item()
         if not off <= min(ROUNDINGS * torch.finfo(halves[0].dtype).eps, MOST):

@@ -104,7 +104,8 @@ class HostStates:
     """
 
     def __init__(self, leaves: Sequence[tuple[Group, Tensor]], memory: Any) -> None:
-        self._memory, self._stream = memory, memory.comms.stream("offload")
+        self._memory = memory
+        self._stream = memory.comms.stream("offload")
         sizes: Counter[int] = Counter()
         for group, leaf in leaves:
             sizes.update(dict.fromkeys(group.held, _row_bytes(leaf)))
@@ -138,7 +139,8 @@ class HostStates:
             yield
             return
         self._fetch(unit)
-        buffer, following = self._buffer_of[unit], self._next.get(unit, unit)
+        buffer = self._buffer_of[unit]
+        following = self._next.get(unit, unit)
         if self._buffer_of[following] != buffer:
             self._fetch(following)
         self._order.append(unit)
@@ -166,7 +168,8 @@ class HostStates:
         """Ends a step: waits until all states are on the host, where anybody may read and write them."""
         with self._memory.using([("host states", unit) for unit in self._pairs]):
             self._stream.drain()
-        self._next, self._order = dict(itertools.pairwise(self._order)), []
+        self._next = dict(itertools.pairwise(self._order))
+        self._order = []
         self._holds = {}
 
 

@@ -131,7 +131,8 @@ def partition(transforms: Mapping[str, Any], labels: Labels) -> GradientTransfor
         return PartitionState(states)
 
     def update(updates: Tree, state: PartitionState, params: Tree | None = None) -> tuple[Tree, State]:
-        out, states = updates, {}
+        out = updates
+        states = {}
         for label, (part, rule) in parts.items():
             own = restricted(updates, rule, zeros=True)
             of_params = None if params is None else restricted(params, rule, zeros=True)

@@ -63,7 +63,8 @@ class Later:
         self._by_unit = targets
         for unit in targets:
             for found, direct in filter(None, unit):
-                found.later, found.task = self._leave, task if direct else None
+                found.later = self._leave
+                found.task = task if direct else None
 
     def close(self, fresh: Sequence[Tensor | None]) -> None:
         """Ends the first half. fresh: autograd's gradients of all leaves"""
@@ -358,7 +359,8 @@ class StageResults:
             raise OrderChanged(f"the loss is made of what another segment has made, as it was not before. {SAME_ORDER}")
         # of aux, what this segment makes, and what every stage has
         nodes, self._spec = optree.tree_flatten(aux, is_leaf=is_reduction)
-        came, traced = shapes_in(nodes), shapes_in([node for _, node in self._crossing.aux])
+        came = shapes_in(nodes)
+        traced = shapes_in([node for _, node in self._crossing.aux])
         if came != traced:
             raise OrderChanged(
                 f"aux: microbatch {call.microbatch} returned the shapes {came}, and {traced} when the step was traced; "

@@ -114,7 +114,8 @@ class Crossing:
     """
 
     def __init__(self, trace: Trace, found: Tracer) -> None:
-        self.trace, self.split = trace, trace.cut
+        self.trace = trace
+        self.split = trace.cut
         # what stands for visits that are elsewhere
         mode = PlaceholderMode(allow_non_fake_inputs=True)
         self.placeholders = [Placeholder(result, mode) for result in found.results]
@@ -122,7 +123,8 @@ class Crossing:
         self.key_of: dict[tuple[int, int], PieceKey] = {}
         self._pieces: list[dict[PieceKey, MessagePiece]] = []
         for flow, tensors in enumerate(crossing(trace)):
-            start, pieces = 0, dict[PieceKey, MessagePiece]()
+            start = 0
+            pieces = dict[PieceKey, MessagePiece]()
             for number, takers in enumerate(tensors):
                 key = flow, number
                 self.key_of |= {(visit, argument.place): key for visit, argument in takers}

@@ -237,7 +237,8 @@ class Dtypes(NamedTuple):
 
 def _dtypes(trace: Trace) -> dict[int, Dtypes]:
     """Returns the dtypes of each trained unit. Raises ValueError for a precision that is none."""
-    needed, last = trace.precision[:3], trace.precision[3:4]
+    needed = trace.precision[:3]
+    last = trace.precision[3:4]
     if len(last) != 1 or not {*needed, last[0] or "float32"} <= ITEMSIZES.keys():
         raise ValueError(f"trace.precision: expected 3 or 4 of {', '.join(ITEMSIZES)}, got {trace.precision!r:.200}")
     param, compute, reduce, accumulate = map(NamedDtype, trace.precision[:4])

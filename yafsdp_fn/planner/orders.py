@@ -253,7 +253,8 @@ def listed(numbered: NumberedCalls, prefers: Preferences, memory: float) -> list
         # what may come next
         candidates: list[Call] = []
         for segment in own[stage]:
-            forwards, backwards = done["forward", segment], done["inputs", segment]
+            forwards = done["forward", segment]
+            backwards = done["inputs", segment]
             if forwards < calls.microbatches and forwards - backwards < prefers.ahead[segment]:
                 candidates.append(Call("forward", segment, forwards))
             if forwards > backwards:

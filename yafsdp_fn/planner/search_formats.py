@@ -45,7 +45,8 @@ class FormatsFound(NamedTuple):
         for name, found in self.choices.items():
             lines.append(f"{name}: {str(found).splitlines()[0]}")
             if "whole" in self.choices:
-                whole, best = self.choices["whole"].best, found.best
+                whole = self.choices["whole"].best
+                best = found.best
                 nbytes = whole.peak_bytes - best.peak_bytes
                 lines[-1] += f", saves {1e3 * (whole.step_s - best.step_s):.1f} ms, {nbytes / 2**30:.2f} GiB"
         lines += [f"{name} is off by at most {max(of.values()):.2%} of a unit" for name, of in self.errors.items()]

@@ -120,7 +120,8 @@ def _of_stage(program: Program, stage: int, first: int, cluster: Cluster) -> lis
         if isinstance(op, ComputeOp):  # alike in every microbatch
             cost, calls = of_compute(op._replace(microbatch=0), recompute)
         else:
-            cost, calls = costs.phases(op), Calls()
+            cost = costs.phases(op)
+            calls = Calls()
         if not all(0 <= phase.seconds < math.inf for phase in cost):
             what = f"op {number} ({type(op).__name__}) takes {seconds_of(cost)} s"
             raise ValueError(f"{what}: expected a finite time of at least 0")

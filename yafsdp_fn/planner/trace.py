@@ -64,7 +64,8 @@ def trace(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"trace: device={device!r}, expected 'cuda' or 'cpu'")
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx)
-    axes, layout = _axes(ranks, mesh), _layout(params, tx)
+    axes = _axes(ranks, mesh)
+    layout = _layout(params, tx)
     with GpuAllocations() if device == "cuda" else nullcontext():
         found, placement = trace_abstract(loss_fn, layout, axes, precision, batch, microbatches, has_aux)
     return with_optimizer(step.programs.complete(found, placement), tx, skip_nonfinite, placement)

@@ -50,7 +50,8 @@ def shard_batch(batch: Tree, mesh: DeviceMesh, *, split: Mapping[str, int] | Non
     # not of a GPU's memory, for which the host would wait
     whole = digest(sample([leaf for leaf in tensors_in(batch) if leaf.device.type == "cpu"]))
     # rows
-    rank, ranks = mesh_ranks.batch_rank, mesh_ranks.batch_ranks
+    rank = mesh_ranks.batch_rank
+    ranks = mesh_ranks.batch_ranks
     parts, unit = (ranks, "ranks") if micro_shards is None else (micro_shards, "micro-shards")
     part = split_batch(batch, parts, "shard_batch", unit)
     mine, *more = [part(number) for number in range(rank, parts, ranks)]

@@ -101,7 +101,9 @@ class BlockCollectives:
     """
 
     def __init__(self, runner: VisitRunner, known: dict[Key, Noted], given: Any) -> None:
-        self._runner, self.known, self._comms = runner, known, runner.memory.comms
+        self._runner = runner
+        self.known = known
+        self._comms = runner.memory.comms
         self._given = [_outline(leaf) for leaf in optree.tree_leaves(given)]
         # where it is
         self._segment: int | None = None  # of the call of the loss under way
@@ -160,14 +162,16 @@ class BlockCollectives:
         return Stretch(key, None if key is None else self.known.get(key), self._given, position, run)
 
     def _end_loss(self) -> None:
-        stretch, self._of_loss = self._of_loss, None
+        stretch = self._of_loss
+        self._of_loss = None
         self._ended(stretch)
 
     def _ended(self, stretch: Stretch | None) -> None:
         if stretch is None:
             return
         # none may be left over
-        found, expected = stretch.found, stretch.expected
+        found = stretch.found
+        expected = stretch.expected
         if expected is None:  # one rank may have left out the last of them
             self._must_agree(f"the end of {stretch.position}", stretch.position)
         elif len(found) < len(expected):
@@ -197,7 +201,8 @@ class BlockCollectives:
         """Raises RanksDisagree on all ranks of this stage unless all call the same, and those of one subgroup along its
         axis of one size; of uneven parts, unless each rank sends what the other one takes."""
         # the same collective
-        comms, call = self._comms, got.call
+        comms = self._comms
+        call = got.call
         what = f"{call.kind} over {call.axis!r}"
         shape = list(x.shape if call.kind in ALIKE else x.shape[1:])
         self._must_agree(f"{what} of {x.dtype}, {position}", what)
@@ -205,7 +210,8 @@ class BlockCollectives:
         numbers = [zlib.crc32(repr(shape).encode())]
         for side in got.rows:
             numbers += side
-        size, apart = comms.axes[call.axis].size, comms.stride(call.axis)
+        size = comms.axes[call.axis].size
+        apart = comms.stride(call.axis)
         every = comms.numbers_of_all(torch.tensor(numbers, device="cpu"), what, in_stage=True)
         every = every.view(-1, size, apart, len(numbers))
         same = every[..., 0] == every[:, :1, :, 0]

@@ -54,7 +54,8 @@ def depends_again(asked: Asked, inputs: Sequence[Tensor], outs: Sequence[Tensor]
 def _ends_in_leaf(edges: Iterable[Edge], origins: dict[int, Edge]) -> bool:
     """Returns whether the graph behind `edges` ends in a leaf. origins: id of a visit's argument -> the edge it comes
     from; such leaves are no ends"""
-    seen, todo = set[Edge](), list(edges)
+    seen = set[Edge]()
+    todo = list(edges)
     while todo:
         node, number = edge = todo.pop()
         if node is None or edge in seen:

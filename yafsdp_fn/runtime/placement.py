@@ -75,7 +75,8 @@ class Placement(Generic[AnyRanks]):
                 weights_alias.add(unit)
                 if self.wire_dtype(unit) == precision.param and unit not in self.reduced_in:
                     grads_alias.add(unit)
-        self.weights_alias, self.grads_alias = frozenset(weights_alias), frozenset(grads_alias)
+        self.weights_alias = frozenset(weights_alias)
+        self.grads_alias = frozenset(grads_alias)
         self.generation = 0
         self.stepping = frozenset[int]()
 
@@ -84,7 +85,9 @@ class Placement(Generic[AnyRanks]):
         for group in self.layout.groups:
             first = group.units[0]
             padded = group.layout.padded_numel(self.ranks_of[first].ranks)
-            slot, reduce, wide = self.slot_dtype(first), self.wire_dtype(first), self.sums[first]
+            slot = self.slot_dtype(first)
+            reduce = self.wire_dtype(first)
+            wide = self.sums[first]
             # slots have room for whole vectors
             must_be_smaller(group.wire.gather, slot, group.layout.names[0])
             must_be_smaller(group.wire.reduce, reduce, group.layout.names[0])
@@ -183,7 +186,8 @@ class Placement(Generic[AnyRanks]):
         for group in self._trained_here:
             first = group.units[0]
             n = group.shard_numel(self.comms)
-            wire, wide = self.wire_dtype(first), self.sums[first]
+            wire = self.wire_dtype(first)
+            wide = self.sums[first]
             # two vectors that are received one after the other share the larger buffer
             sent = n * wire.itemsize if group.wire.reduce is None else group.wire.reduce.nbytes(n)
             receive = max(receive, receive_numel(self.ranks_of[first], sent, wide))

@@ -39,7 +39,8 @@ class Verified:
     """
 
     def __init__(self, all_stages: Program, lent: Iterable[Lent], stage: int = 0, crossing: Any = None) -> None:
-        self.all_stages, self.crossing = verify(all_stages), crossing
+        self.all_stages = verify(all_stages)
+        self.crossing = crossing
         # what a session asks in every step
         self.program = program = all_stages.by_stage[stage]
         self.ops = program.ops
@@ -96,7 +97,8 @@ class Programs:
     def remember(self, found: Verified, memory: StateMemory, shapes: Hashable = None) -> Verified:
         """Remembers a program, which all ranks agree on before its first step; across stages for batches of these
         `shapes`. All ranks call it."""
-        comms, ops = memory.comms, [*found.ops, *found.tail]
+        comms = memory.comms
+        ops = [*found.ops, *found.tail]
         agree(found.all_stages, comms)
         # what it communicates is connected before its first step: see `Communicators.connect`
         if any(isinstance(op, Gather) and op.source == "node" for op in ops):
@@ -199,7 +201,8 @@ def difference(theirs: Trace, ours: Trace) -> str | None:
         if mine != other:
             return f"it is of other units: it has {_unlike(other, mine)} where there is {_unlike(mine, other)}"
     # what it does
-    here, there = ours.agreed, theirs.agreed
+    here = ours.agreed
+    there = theirs.agreed
     for name in ("microbatches", "split", "update_when", "lent", "ordered"):
         if here[name] != there[name]:
             return f"{name}: it has {there[name]!r}, here it is {here[name]!r}"

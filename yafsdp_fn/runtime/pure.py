@@ -292,7 +292,8 @@ def without_grad(
     """
     number, visit_id = "without grad", None
     if visit is not None:
-        number, visit_id = f"visit {visit.id}", visit.id
+        number = f"visit {visit.id}"
+        visit_id = visit.id
     runner.position = f"forward of {call.name} ({number}, microbatch {runner.microbatch}, step {runner.number})"
     runner.running = call
     runner.memory.comms.must_agree(SAME_VISITS, {"op": runner.position}, runner.position)
@@ -343,7 +344,8 @@ def _columns(row: HandleWeights) -> dict[int, Tensor]:
 
 def _check_rows(row: HandleWeights) -> None:
     """Raises ValueError if a leaf has not all layers that are here."""
-    handle, runner = row.handle, row.handle.context.runner
+    handle = row.handle
+    runner = row.handle.context.runner
     for number, group, leaf in handle.group_leaves():
         layers = len(group.here if runner is None else runner.leaves[number])
         if group.stacked and (not isinstance(leaf, Tensor) or leaf.shape[:1] != (layers,)):

@@ -32,11 +32,13 @@ class RecomputedVisit(Running):
     # ---- forward
 
     def outputs_in_graph(self, op: Forward, tensors: Sequence[Tensor]) -> list[Tensor]:
-        session, saved = self.session, tensors
+        session = self.session
+        saved = tensors
         with torch.no_grad():
             outs = self.outputs(op, [tensor.detach() for tensor in tensors])
             if op.carry_slot is not None:
-                buffers, length = session.slots.activations, self.call.carry_length
+                buffers = session.slots.activations
+                length = self.call.carry_length
                 saved = buffers.save(self.visit.id, op.carry_slot, tensors, length, outs)
         results: list[Tensor]
         session.token, *results = VisitNode.apply(self, outs, saved, session.token, *tensors)
@@ -49,7 +51,8 @@ class RecomputedVisit(Running):
 
         early: gradient slots of its trained units, if they may be written before its backward begins
         """
-        session, visit = self.session, self.visit
+        session = self.session
+        visit = self.visit
         leaves: list[list[Tensor]] = []
         for unit, slot in zip(visit.units, op.slots, strict=True):
             leaves.append(session.slots.leaves(slot, unit, track and unit in visit.trained))

@@ -55,7 +55,8 @@ class CallRecording(VisitRunner):
         self.end()
         watch.check([mean, aux])
         self._compare(mean.total, aux, loss.arguments.plain)
-        visits, microbatches = tuple(self.visits), loss.arguments.microbatches
+        visits = tuple(self.visits)
+        microbatches = loss.arguments.microbatches
         order = chained_order(visits, microbatches, backward=self.differentiates)
         found = Trace(self.memory.units, visits, order, self.memory.mesh_axes, microbatches)
         return found if self.collectives is None else self.collectives.listed(found)

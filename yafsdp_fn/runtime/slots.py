@@ -78,7 +78,8 @@ class Slots:
         for unit, size in program.secondary_bytes().items():
             if unit not in self._secondary and unit not in alias:
                 self._secondary[unit] = self._new(("secondary", self.number, unit), size)
-        self.carried, self.reserved = program.carried(), program
+        self.carried = program.carried()
+        self.reserved = program
         self.prepared.clear()
 
     def reserve(self, weights: Mapping[int, int], grads: Mapping[int, int]) -> None:

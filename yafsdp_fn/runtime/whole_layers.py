@@ -122,7 +122,8 @@ def _must_be_stack(tree: Tree) -> None:
 
 def _sharded(f: Callable[..., Tree], stack: Sharded, layers: Sequence[Callable[[int], Tree]]) -> Tree:
     """Returns a stack like `stack` where `f` returns trees like a layer; else its results, stacked."""
-    memory, name = stack.owner, stack.entry.name
+    memory = stack.owner
+    name = stack.entry.name
     assert isinstance(memory, StateMemory)
     groups = stack.groups
     shards: list[Tensor] = []  # of the new stack, if it is one

@@ -85,7 +85,8 @@ def _aliased(
 
 
 def gather(session: Any, op: Gather) -> Work | None:
-    memory, slots = session.memory, session.slots
+    memory = session.memory
+    slots = session.slots
     in_node = op.source == "node"
     units: list[int] = []
     wholes: list[Tensor] = []
@@ -133,7 +134,8 @@ def stash(session: Any, op: Stash) -> Work | None:
 
 
 def all_reduce(session: Any, op: AllReduce) -> Work | None:
-    memory, grads = session.memory, session.grads
+    memory = session.memory
+    grads = session.grads
     assert grads is not None
     comms = memory.comms
     if op.over == "stages":

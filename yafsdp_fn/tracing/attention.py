@@ -110,7 +110,8 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx: Any, rule: AttentionRule, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, diagonal: str | None
     ) -> Tensor:
-        ctx.rule, ctx.flops = rule, attention_flops(q, k, v, diagonal)
+        ctx.rule = rule
+        ctx.flops = attention_flops(q, k, v, diagonal)
         rule.flops += ctx.flops
         *lead, rows, _ = q.shape
         width = v.shape[-1]

@@ -160,7 +160,9 @@ class _TracedDestination(Destination):
 
     def begin(self, task: AutogradRun) -> None:
         """Begins the backward."""
-        self.view, self.task, self.state = self._held[0], task, "free"
+        self.view = self._held[0]
+        self.task = task
+        self.state = "free"
 
     def write_mm(self, a: Tensor, b: Tensor) -> None:
         super().write_mm(a, b)
@@ -211,7 +213,9 @@ def measure(
         outs = call.run(inputs, weights)
     if lives.written.intersection(memory) or memory != list(map(memory_key, leaves)):  # leaf.data = ... in the block
         raise errors.weight_written(call.name)
-    matmul, attention, moved = forward.matmul, forward.attention, forward.moved()
+    matmul = forward.matmul
+    attention = forward.attention
+    moved = forward.moved()
     there = list(map(memory_key, inputs))
     made = {memory_key(out): out.untyped_storage().nbytes() for out in outs if memory_key(out) not in there}
     own = sum(made.values())

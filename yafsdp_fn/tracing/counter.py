@@ -46,7 +46,8 @@ class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, rule: AttentionRule, ignored: Iterable[Tensor] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._rule, self._before = rule, rule.flops
+        self._rule = rule
+        self._before = rule.flops
         self._ignored = {memory_key(x) for x in ignored}
         # FLOPs: of products, and of attention in kernels that the rule does not see
         self.matmul = self._by_kernel = 0

@@ -53,7 +53,8 @@ def optimizer_memory(tx: Any, skips: bool, like: Placement[Any]) -> OptimizerMem
 
     An update that reads the values of tensors cannot run here: it counts as one that allocates nothing.
     """
-    axes, device = ((SHARD, 1),), like.comms.device
+    axes = ((SHARD, 1),)
+    device = like.comms.device
     placement = Placement(like.layout, axes, like.precision, absent_ranks(axes, device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         params = trainable(placement.handles(placement.shards(device)))
@@ -152,7 +153,8 @@ def measured_leaves(tx: Any, lent: tuple[Lent, ...], placement: Placement[Any]) 
 
 def _measured(rule: Leafwise, placement: Placement[Any], leaf: Leaf) -> tuple[int, int]:
     """Returns the bytes of a whole leaf that would travel one way, and the FLOPs of its update."""
-    device, param = placement.comms.device, placement.precision.param
+    device = placement.comms.device
+    param = placement.precision.param
     with FakeTensorMode(allow_non_fake_inputs=True):
         weights = torch.zeros(leaf.shape, dtype=param, device=device)
         updates = weights.to(rule.dtype(device) or param)

@@ -144,7 +144,9 @@ class Tracer:
     reached = True
 
     def __init__(self, placement: Placement[Any], mode: FakeTensorMode, every: bool) -> None:
-        self.placement, self.mode, self._every = placement.abstract(), mode, every
+        self.placement = placement.abstract()
+        self.mode = mode
+        self._every = every
         # visits
         self.visits: list[Visit] = []
         self.untracked: list[str] = []
@@ -251,7 +253,8 @@ class Tracer:
 
     def _value(self, tensor: Tensor, memory: Tensor) -> Value:
         """The `Value` of `tensor`, an argument or output; memory: the tensor whose memory it has in a real step."""
-        key, origin = memory_key(tensor), memory_key(memory)
+        key = memory_key(tensor)
+        origin = memory_key(memory)
         if key not in self._values:
             number = self._values[origin][0] if origin in self._values else next(self._count)
             self._values[key] = number, memory  # with its graph, which a step would hold

@@ -66,7 +66,8 @@ def _scale(values: tl.tensor, scale: tl.tensor, size: tl.tensor, wide: tl.conste
             first += tl.num_programs(0).to(tl.int64) * block
 
 
-SUM_ROWS, SCALE = triton.jit(_sum_rows), triton.jit(_scale)
+SUM_ROWS = triton.jit(_sum_rows)
+SCALE = triton.jit(_scale)
 
 
 def sum_rows(out: Tensor, rows: Tensor, dtype: torch.dtype, add: bool, ordered: bool) -> None:

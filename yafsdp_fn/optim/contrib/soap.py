@@ -69,14 +69,16 @@ def scale_by_soap(b1: float = 0.95, b2: float = 0.95, b3: float = 0.95, eps: flo
         return SoapState(leaf.new_zeros(()), torch.zeros_like(leaf), torch.zeros_like(leaf), *squares, *bases)
 
     def update(updates: Tensor, state: SoapState, params: Tensor | None = None) -> tuple[Tensor, Any]:
-        left_basis, right_basis = state.left_basis, state.right_basis
+        left_basis = state.left_basis
+        right_basis = state.right_basis
         count = state.count + 1
         mu = state.mu.lerp(updates, 1 - b1)
         nu = state.nu.lerp((left_basis.mT @ updates @ right_basis).square(), 1 - b2)
         correct1, correct2 = (1 - b ** count.double() for b in (b1, b2))
         inside = (left_basis.mT @ mu @ right_basis) / correct1 / ((nu / correct2).sqrt() + eps)
         new = left_basis @ inside.to(updates.dtype) @ right_basis.mT
-        left, right = state.left.lerp(updates @ updates.mT, 1 - b3), state.right.lerp(updates.mT @ updates, 1 - b3)
+        left = state.left.lerp(updates @ updates.mT, 1 - b3)
+        right = state.right.lerp(updates.mT @ updates, 1 - b3)
         return new, SoapState(count, mu, nu, left, right, _next(left, left_basis), _next(right, right_basis))
 
     return assume_leafwise(GradientTransformation(init, update))

@@ -66,7 +66,8 @@ class Fusion(NamedTuple):
 
 def recognise(stages: Sequence[Stage]) -> Fusion | None:
     """Returns the kernel for these rules, or None."""
-    rules, states = [tx.rule for tx, _ in stages], [state for _, state in stages]
+    rules = [tx.rule for tx, _ in stages]
+    states = [state for _, state in stages]
     match rules:
         case [Adam() as rule, Scale()] | [Adam() as rule, Decay(), Scale()]:
             return _adam(fused_adamw, rule, states[0])
