@@ -96,7 +96,7 @@ def test_marked_leaves_are_in_the_unit_of_their_layer(mesh: Any) -> None:
     found = ya.formats.relative_errors(FORMATS["int8"], state.params)
     is_near(found, by_definition(FORMATS["int8"], ya.unshard(state.params)))
     with pytest.raises(TypeError, match=r"expected a sharded tree, such as state.params, behind the format"):
-        ya.formats.relative_errors(state.params, FORMATS["int8"])  # type: ignore[arg-type]
+        ya.formats.relative_errors(state.params, FORMATS["int8"])
 
 
 @on_ranks(2)
