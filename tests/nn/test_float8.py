@@ -47,6 +47,8 @@ def test_products_are_of_numbers_of_8_bits(
     dtype: torch.dtype, device: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By torch's kernel, too, which is there on the CPU. The weight's gradient is of the values themselves."""
+    if kernel and device == "cpu" and torch.__version__ < "2.13":
+        pytest.skip("before torch 2.13 a CPU has no such kernel")
     if device == "cpu" or not kernel:
         monkeypatch.setattr(float8, "_has_kernel", lambda *_: kernel)
     x, w, along = (each.to(device) for each in given(dtype))
