@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import warnings
 from typing import Any
 
 import optree
@@ -12,6 +13,7 @@ import torch
 import torch.utils._pytree as torch_pytree
 
 import yafsdp_fn as ya
+from tests.harness.pool import on_ranks
 from tests.harness.small import Model, assert_equal, batch, leaves, loss, model, one_rank, param
 
 TX = ya.optim.adamw(1e-2)
@@ -137,6 +139,19 @@ def test_unshard_of_plain_trees_is_the_tree() -> None:
 
 
 # ---- the plain state
+
+
+@on_ranks(1, 2)
+def test_a_plain_state_on_a_part_of_a_batch_is_warned_of(mesh: Any) -> None:
+    """Of several ranks, each of which would train by itself; the whole batch is right."""
+    step = ya.train_step(loss, TX)
+    state = ya.PlainState.create(model(), TX)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        step(state, batch())
+        assert told == []
+        step(state, ya.shard_batch(batch(), mesh))
+    assert ["their states drift apart" in str(each.message) for each in told] == [True] * (mesh.size() - 1)
 
 
 def test_a_plain_state_is_a_pytree_and_steps_out_of_place() -> None:

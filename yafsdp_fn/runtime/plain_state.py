@@ -5,19 +5,22 @@ state, metrics = step(state, batch)               # the same step function as of
 """
 
 import dataclasses
+import warnings
 
 import optree
 import torch
+import torch.distributed as dist
 
 from yafsdp_fn import optim
 from yafsdp_fn.communication.formats import WHOLE
 from yafsdp_fn.optim.base import checked_update, must_be_state_of
 from yafsdp_fn.params.algebra import map_trainable
 from yafsdp_fn.params.markers import register_node
-from yafsdp_fn.params.sharded import trainable
+from yafsdp_fn.params.sharded import is_sharded, trainable
 from yafsdp_fn.params.sources import with_values
 from yafsdp_fn.params.tree import Tree, named_leaves
 from yafsdp_fn.runtime.arguments import INDEPENDENT, Arguments, Results, Seed, add_to, returned
+from yafsdp_fn.runtime.consistency import OF_A_RANK
 from yafsdp_fn.util.randomness import BACKWARD, LOSS, VisitCounter, counting, device_of_leaves, seeded
 
 
@@ -82,9 +85,18 @@ register_node(
 
 # ---- The loop of a step on plain tensors.
 
+OWN_ROWS = (
+    "a PlainState is trained on a rank's part of a batch (ya.shard_batch): no rank hears of the others' gradients, and "
+    "their states drift apart. Give it the whole batch, or make the state by ya.init or ya.shard"
+)
+
 
 def run_plain(arguments: Arguments, seed: Seed, has_aux: bool, track: bool) -> Results:
     """Runs a loss, and its backward, on each microbatch in turn: what every schedule must equal."""
+    if seed.of_state and dist.is_initialized() and dist.get_world_size() > 1:
+        rows = optree.tree_leaves(arguments.rest, is_leaf=is_sharded)
+        if any(hasattr(leaf, OF_A_RANK) for leaf in rows):
+            warnings.warn(OWN_ROWS, stacklevel=2)
     results = Results([], [], [None] * len(arguments.plain))
     device = device_of_leaves((arguments.nodes, arguments.rest))
     for microbatch in range(arguments.microbatches):
