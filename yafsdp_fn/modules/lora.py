@@ -21,9 +21,8 @@ from yafsdp_fn.api.sharding import unshard
 from yafsdp_fn.nn.low_rank import LowRank, is_low_rank
 from yafsdp_fn.params.initializers import uniform, zeros
 from yafsdp_fn.params.layout import cut_of
-from yafsdp_fn.params.leaf_mask import LeafRule, plain_param
+from yafsdp_fn.params.leaf_mask import LeafRule, must_not_be_sharded, plain_param
 from yafsdp_fn.params.markers import Frozen, Unit, is_marker, without_markers
-from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import Lazy, source
 from yafsdp_fn.params.tree import Param, Tree, dotted, in_stack, join
 from yafsdp_fn.params.tree_layout import push_frozen, tree_layout
@@ -80,9 +79,7 @@ def lora(
             f"lora: where={where!r:.80}: expected a function of a leaf's path and Param, such as "
             "lambda path, param: path.endswith('q_proj.weight')"
         )
-    if found := handles(params):
-        name = found[0].entry.name or "params"
-        raise TypeError(f"lora: {name} is sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")
+    must_not_be_sharded("lora", params)
     layout, _ = tree_layout(params)
     factor = 1.0 if alpha is None else alpha / rank
     chosen = _chosen(params, where)

@@ -11,11 +11,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import ScalingType
 
 from yafsdp_fn.communication.formats import Format
-from yafsdp_fn.nn.linear import DESTINATION, Destination, Scratch
-from yafsdp_fn.nn.low_rank import LowRankEntry, is_low_rank
-from yafsdp_fn.params.leaf_mask import LeafRule, must_be_rule, plain_param
+from yafsdp_fn.nn.linear import Destination, Scratch, destination
+from yafsdp_fn.nn.low_rank import WeightEntry, WeightNode, is_low_rank
+from yafsdp_fn.params.leaf_mask import LeafRule, must_be_rule, must_not_be_sharded, plain_param
 from yafsdp_fn.params.markers import register_node
-from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.sources import as_described
 from yafsdp_fn.params.tree import Tree, dotted, in_stack
 from yafsdp_fn.util.on_gpu import is_on_gpu
@@ -66,7 +65,7 @@ def _values(numbers: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Float8:
+class Float8(WeightNode):
     """A weight [out, in] in place of that weight in a tree, which `ya.linear` and `F.linear` multiply in float8.
 
         y  = rows(x) @ w8^T        x [..., in]; rows: each row as numbers of 8 bits, by its largest element
@@ -82,16 +81,9 @@ class Float8:
     tensor([ 1.3125, -2.0000])
     """
 
-    weight: Any
-
     def __post_init__(self) -> None:
         if isinstance(self.weight, Float8) or is_low_rank(self.weight):
             raise TypeError(f"a ya.formats.Float8 of a {type(self.weight).__name__}: expected a weight; {LEAVE_OUT}")
-
-    @property
-    def shape(self) -> torch.Size:
-        shape: torch.Size = self.weight.shape
-        return shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -105,7 +97,7 @@ class Float8:
 
     def times(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Multiplies x [..., in] -> [..., out]."""
-        out: Tensor = _Times.apply(x, self.weight, getattr(self.weight, DESTINATION, None))  # type: ignore[no-untyped-call]
+        out: Tensor = _Times.apply(x, self.weight, destination(self.weight))  # type: ignore[no-untyped-call]
         return out if bias is None else out + bias
 
     @classmethod
@@ -126,13 +118,13 @@ PRODUCTS_ALONE = f"a ya.formats.Float8, which ya.linear and F.linear multiply: i
 
 def _flat(node: Float8) -> tuple[Any, ...]:
     weight = node.weight
-    numbers = _kept_numbers(node.weight)
+    numbers = _kept_numbers(destination(weight))
     if numbers is not None:  # who takes a block's weights apart, as `ya.chunk`, gets values
         weight = _Decoded.apply(weight, numbers)  # type: ignore[no-untyped-call]
     return (weight,), None, ("weight",)
 
 
-register_node(Float8, _flat, lambda _, parts: Float8(next(iter(parts))), LowRankEntry)
+register_node(Float8, _flat, lambda _, parts: Float8(next(iter(parts))), WeightEntry)
 
 
 def float8(params: Tree, where: LeafRule | None = None) -> Tree:
@@ -150,8 +142,7 @@ def float8(params: Tree, where: LeafRule | None = None) -> Tree:
     >>> [state.memory.units[-1].gather_bytes for state in states]
     [1024, 512]
     """
-    if handles(params):
-        raise TypeError("float8: params are sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")
+    must_not_be_sharded("float8", params)
     if where is not None:
         must_be_rule(where, "float8: where")
     found: list[str] = []
@@ -196,9 +187,9 @@ def stand_in(numbers: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.full((), torch.nan, dtype=dtype, device=numbers.device).expand(numbers.shape)
 
 
-def _kept_numbers(weight: Any) -> Tensor | None:
-    """Returns the numbers that a leaf stands for; None for a weight with values."""
-    return getattr(getattr(weight, DESTINATION, None), "numbers", None)
+def _kept_numbers(found: Destination | None) -> Tensor | None:
+    """Returns the numbers that the leaf with this destination stands for; None for a weight with values."""
+    return getattr(found, "numbers", None)
 
 
 class _Decoded(torch.autograd.Function):
@@ -261,8 +252,8 @@ class _Times(torch.autograd.Function):
 
 
 def _numbers_of(weight: Tensor, found: Destination | None) -> Tensor:
-    numbers: Tensor | None = getattr(found, "numbers", None)
-    return _numbers(weight) if numbers is None else numbers
+    kept = _kept_numbers(found)
+    return _numbers(weight) if kept is None else kept
 
 
 def _product(x: Tensor, numbers: Tensor) -> Tensor:

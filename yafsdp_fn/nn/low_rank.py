@@ -26,7 +26,19 @@ from yafsdp_fn.util.torch_private import SingleLevelFunction, transforms_active
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class LowRank:
+class WeightNode:
+    """A node of a tree in place of a weight [out, in]. weight: that weight, as stored"""
+
+    weight: Any
+
+    @property
+    def shape(self) -> torch.Size:
+        shape: torch.Size = self.weight.shape
+        return shape
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LowRank(WeightNode):
     """A weight with an adapter, in place of that weight in a tree; blocks may use it as that weight.
 
     weight: [out, in], as stored; row_scale: [out], multiplies the rows of an int8 weight, else None
@@ -39,16 +51,10 @@ class LowRank:
     (torch.Size([2, 3]), tensor([1.5000, 1.5000]))
     """
 
-    weight: Any
     row_scale: Any
     a: Any
     b: Any
     factor: float
-
-    @property
-    def shape(self) -> torch.Size:
-        shape: torch.Size = self.weight.shape
-        return shape
 
     @property
     def dtype(self) -> torch.dtype:
@@ -132,7 +138,7 @@ class _TimesStored(SingleLevelFunction):  # type: ignore[misc]
 # ---- as a pytree node
 
 
-class LowRankEntry(optree.GetAttrEntry):
+class WeightEntry(optree.GetAttrEntry):
     """The path entry of a part. The weight's leaves no trace in a path, as if it were a marker: with an adapter a
     weight is named, drawn and regrouped as without. Except in int8, whose integers mean nothing elsewhere."""
 
@@ -152,4 +158,4 @@ def _node(factor: Any, parts: Iterable[Any]) -> LowRank:
     return LowRank(weight, row_scale[0] if row_scale else None, a, b, factor)
 
 
-register_node(LowRank, _flat, _node, LowRankEntry)
+register_node(LowRank, _flat, _node, WeightEntry)

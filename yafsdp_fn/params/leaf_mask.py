@@ -7,7 +7,7 @@ import optree
 import torch
 
 from yafsdp_fn.params.layout import Group
-from yafsdp_fn.params.sharded import Sharded, is_sharded
+from yafsdp_fn.params.sharded import Sharded, handles, is_sharded
 from yafsdp_fn.params.tree import LayerParam, Param, Tree, dotted, in_stack
 
 LeafRule = Callable[[str, Param], bool]
@@ -21,6 +21,13 @@ def must_be_rule(rule: Any, what: str) -> None:
             f"{what}: expected a function of a leaf's path and its ya.Param, got {type(rule).__name__}: "
             "lambda path, param: len(param.shape) > 1, say. Of a tree of values: lambda path, param: values[path]"
         )
+
+
+def must_not_be_sharded(what: str, params: Tree) -> None:
+    """Raises TypeError, naming `what`, for a tree of a state."""
+    if found := handles(params):
+        name = found[0].entry.name or "params"
+        raise TypeError(f"{what}: {name} is sharded; give the tree that ya.init or ya.shard takes, or ya.unshard's")
 
 
 # ---- Rules, leaf by leaf.

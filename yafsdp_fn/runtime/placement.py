@@ -140,9 +140,13 @@ class Placement(Generic[AnyRanks]):
         return self.of_unit[unit].dtype or self.precision.gather_dtype
 
     def slot_dtype(self, unit: int) -> torch.dtype:
-        """Returns the dtype in which slots hold its weights: bytes, if they are kept as they have come."""
+        """Returns the dtype in which slots hold its weights."""
+        return torch.uint8 if self.keeps(unit) else self.gather_dtype(unit)
+
+    def keeps(self, unit: int) -> bool:
+        """Returns whether slots hold the bytes of its weights as they have come, which blocks read."""
         format = self.gathered_in.get(unit)
-        return torch.uint8 if format is not None and format.kept else self.gather_dtype(unit)
+        return format is not None and format.kept
 
     def wire_dtype(self, unit: int) -> torch.dtype:
         """Returns the dtype in which its gradient travels."""

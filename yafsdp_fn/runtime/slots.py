@@ -168,14 +168,12 @@ class Slots:
             def scratch(shape: torch.Size, dtype: torch.dtype) -> Tensor:
                 return memory.scratch(shape, dtype)
 
-            format = memory.gathered_in.get(unit)
-            dtype = memory.gather_dtype(unit) if format is not None and format.kept else None
             found = []
             for view in self.weight(slot, unit).leaves:
-                if dtype is None:
-                    found.append(weight_leaf(view, scratch if track else None))
+                if memory.keeps(unit):
+                    found.append(kept_leaf(view, memory.gather_dtype(unit), scratch).requires_grad_(track))
                 else:
-                    found.append(kept_leaf(view, dtype, scratch).requires_grad_(track))
+                    found.append(weight_leaf(view, scratch if track else None))
             self.made_leaves[slot, unit, track] = found
         return found
 

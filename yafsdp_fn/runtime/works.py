@@ -97,7 +97,7 @@ def gather(session: Any, op: Gather) -> Work | None:
             continue
         whole = slots.weight(slot, unit).flat
         format = memory.gathered_in.get(unit)
-        if format is not None and not format.kept and not in_node:  # secondary shards are decoded
+        if format is not None and not memory.keeps(unit) and not in_node:  # secondary shards are decoded
             encoded = slots.encoded(slot, unit)
             decoded.append((format, encoded, whole))
             whole = encoded

@@ -197,7 +197,7 @@ def measure(
     lives = LiveBytes([*leaves, *inputs])
     destinations: list[tuple[Tensor, _TracedDestination]] = []
     for unit, of_unit in weights.items():
-        kept = placement.slot_dtype(unit) == torch.uint8
+        kept = placement.keeps(unit)
         for leaf in of_unit:
             large = leaf.requires_grad and leaf.numel() >= linear.LARGE
             if large or kept:
