@@ -8,6 +8,7 @@ when all layers recompute, so that what is saved does not go into fewer recomput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,12 @@ STEPS = {
     "Llama 3.1 405B, 16,384 H100s": ("llama3.1-405b", 16_384, "h100-80g"),
 }
 INT8 = ya.formats.Scaled()
-WIRES = {"": ya.Wire(), "gathers in int8": ya.Wire(gather=INT8), "both ways in int8": ya.Wire(INT8, INT8)}
+TREES: dict[str, Callable[[Any], Any]] = {
+    "": lambda params: params,
+    "gathers in int8": lambda params: ya.params.with_wire(params, ya.Wire(gather=INT8)),
+    "both ways in int8": lambda params: ya.params.with_wire(params, ya.Wire(INT8, INT8)),
+    "products in float8": ya.formats.float8,  # as bytes: products have the rate of 16 bits
+}
 TX = ya.optim.adamw(1e-4)
 PLACES = {
     "": TX,
@@ -34,6 +40,7 @@ CHOICES = [
     ("", ""),
     ("gathers in int8", ""),
     ("both ways in int8", ""),
+    ("products in float8", ""),
     ("", "moments in 8 bits"),
     ("", "moments on the host"),
     ("gathers in int8", "moments in 8 bits"),
@@ -59,7 +66,7 @@ def predicted(config: Any, ranks: int, cluster: str, seq: int = 2048) -> list[Sa
     mesh = (("node", ranks // where.gpus_per_node), ("local", where.gpus_per_node))
     found = []
     for wire, place in CHOICES:
-        params = ya.params.with_wire(whole, WIRES[wire]) if wire else whole
+        params = TREES[wire](whole)
         step = ya.planner.trace(llama.loss(config), params, batch, mesh=mesh, precision=PRECISION, tx=PLACES[place])
         recomputed = ya.planner.min_ckpt_layers(step, where.memory_bytes)
         assert recomputed is not None, f"{wire}, {place}: does not fit"
