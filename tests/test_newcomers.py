@@ -8,6 +8,8 @@ import pickle
 import warnings
 from collections import UserDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -507,6 +509,11 @@ UNCLEAR = {
     "TypeError: frozen(tree, 'bf16'): expected a floating dtype, such as torch.bfloat16": (
         lambda mesh: ya.frozen(PARAMS, "bf16")  # type: ignore[arg-type]
     ),
+    "TypeError: torch.compile of a chunk of stepping: compile the function itself: ya.chunk(torch.compile(f), 2": (
+        lambda mesh: torch.compile(ya.chunk(stepping, 2, in_axes=0), backend="eager")(ROWS)
+    ),
+    "ValueError: clip: max_delta must be positive, got -1.0": lambda mesh: ya.optim.clip(-1.0),
+    "TypeError: seed=9223372036854775808: expected an integer, the same on every rank, of at most": making(seed=2**63),
     "TypeError: torch.compile of a loss or of a step: what they communicate cannot be traced. Compile blocks, once": (
         lambda mesh: ya.train_step(torch.compile(loss_fn), TX)
     ),
@@ -724,6 +731,46 @@ def test_moments_that_begin_as_one_tree_are_two(mesh: Any) -> None:
     tx = ya.optim.assume_elementwise((init, update))
     as_alone(mesh, tx)
     assert none == 0
+
+
+@on_ranks(1, 2)
+def test_a_rate_that_is_a_tensor_may_change_in_place(mesh: Any) -> None:
+    rate = torch.tensor(0.0)
+    sharded = ya.train_step(loss_fn, ya.optim.sgd(rate))
+    states: Any = new(mesh, ya.optim.sgd(rate)), ya.PlainState.create(PARAMS, ya.optim.sgd(0.0))
+    for now in (0.5, 0.125):
+        rate.fill_(now)
+        plain = ya.train_step(loss_fn, ya.optim.sgd(now))
+        states = check_steps((sharded, states[0]), (plain, states[1]), [(BATCH, BATCH)], 1e-5)
+
+
+@on_ranks(1, 2)
+def test_another_seed_is_that_of_evaluations_too_and_numpys_are_saved(mesh: Any, tmp_path: Path) -> None:
+    noisy = lambda params, batch: loss_fn(params, {"x": batch["x"] + torch.rand_like(batch["x"])})  # noqa: E731
+    losses = []
+    for seed in (1, np.int64(2)):
+        state = dataclasses.replace(making(seed=np.int64(0))(mesh), seed=seed)
+        ya.checkpoint.save(tmp_path, state)
+        loaded, _ = ya.checkpoint.load(tmp_path, new(mesh))
+        assert loaded.seed == seed
+        losses.append(ya.eval_step(noisy)(state, BATCH)["loss"])
+        assert losses[-1] == ya.train_step(noisy, TX)(state, BATCH)[1]["loss"]
+    assert losses[0] != losses[1]
+
+
+@on_ranks(2)
+def test_steps_of_two_threads_at_once_are_refused(mesh: Any) -> None:
+    """They waited for each other: each rank has an order of its own."""
+    other = new(mesh)
+
+    def loss(params: Any, batch: Any) -> Any:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(ya.eval_step(loss_fn), other, batch).result()
+        return loss_fn(params, batch)
+
+    with pytest.raises(RuntimeError, match="begins in one thread while another thread is in one"):
+        stepping(loss=loss)(mesh)
+    assert taken(other, TX)[0].step == 1
 
 
 # ---- writes to leaves between two steps

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -307,7 +308,12 @@ def test_the_module_may_change_afterwards_and_the_function_holds_no_weights() ->
     with torch.no_grad():
         module.train().embed.weight.zero_()
         module.layers[0].shift.zero_()
-    compare(model(plain, tokens_of(0)), before, 0, "eval mode, its own buffers")
+    with pytest.warns(UserWarning, match=r"module\.eval\(\) or module\.train\(\) since ya\.functionalize read"):
+        compare(model(plain, tokens_of(0)), before, 0, "eval mode, its own buffers")
+    ya.functionalize(module, "layers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # each mode has a function now
+        model(plain, tokens_of(0))
     assert all(
         ya.params.without_markers(params)["embed"]["weight"].load(None).eq(0).flatten()
     )  # leaves are read when they are asked for

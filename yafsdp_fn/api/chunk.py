@@ -26,7 +26,7 @@ from yafsdp_fn.runtime.graph_walks import TensorWatch, check_graph
 from yafsdp_fn.runtime.pure import Rematerialised, is_smooth
 from yafsdp_fn.runtime.reductions import Max, Mean, Sum, is_reduction
 from yafsdp_fn.util.randomness import device_of_leaves, ranks_around
-from yafsdp_fn.util.torch_private import saved_tensors_hooks_active, transforms_active
+from yafsdp_fn.util.torch_private import eval_frame_callback, saved_tensors_hooks_active, transforms_active
 
 # ---- the verb
 
@@ -78,6 +78,10 @@ def chunk(f: Callable[..., Any], n: int, *, in_axes: int | tuple[int | None, ...
 
     @functools.wraps(f)
     def chunked(*args: Any) -> Any:
+        if callable(eval_frame_callback()):
+            raise TypeError(
+                f"torch.compile of a {name}: compile the function itself: ya.chunk(torch.compile(f), {n}, ...)"
+            )
         tree: Any = args
         leaves, spec = optree.tree_flatten(tree, is_leaf=is_sharded, none_is_leaf=True)
         columns = _cut(name, args, leaves, in_axes, n)

@@ -301,8 +301,9 @@ def _made(
     before the first step. together: as for `fill_group`; compare: is called once shapes are known to agree"""
     if not isinstance(precision, Precision):
         raise TypeError(f"precision={precision!r}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
-    if not hasattr(seed, "__index__"):
-        raise TypeError(f"seed={seed!r}: expected an integer, the same on every rank")
+    if not hasattr(seed, "__index__") or int(seed).bit_length() > 63:
+        raise TypeError(f"seed={seed!r}: expected an integer, the same on every rank, of at most 64 bits")
+    seed = int(seed)  # checkpoints cannot hold NumPy's
     layout = layout.aligned(block_of(tx))
     comms = communicators(mesh)
     described = {**environment(), "seed": str(seed), "precision": str(precision), "stages": str(stages)}

@@ -222,7 +222,7 @@ def eval_step(
     def evaluate(state: Any, batch: Tree) -> dict[str, Any]:
         params, seed = state, None
         if isinstance(state, ShardedState):
-            params = state.check().params
+            params, seed = state.check().params, Seed(state.seed, state.step)
         elif isinstance(state, PlainState):
             params = state.params
             seed = Seed(state.seed, state.step, state.rank)

@@ -125,7 +125,7 @@ def prepare(
     described = {each.key: each.description for each in contents}
     program = None if state.program is None else state.program.to_json()
     here = circumstances(comms) if comms.deterministic else {}
-    facts = Manifest(state.step, state.seed, state.mesh.size(), here, described, program, json.loads(text))
+    facts = Manifest(state.step, int(state.seed), state.mesh.size(), here, described, program, json.loads(text))
     found: dict[str, Tensor] = {}
     for each in contents:
         for at, part in each.parts(saved=True).items():

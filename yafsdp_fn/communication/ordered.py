@@ -31,7 +31,7 @@ from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream, must_dif
 from yafsdp_fn.communication.groups import Groups
 from yafsdp_fn.communication.ranks import receive_numel, staging_numel
 from yafsdp_fn.communication.streams import CommunicationError, HostEvent, HostStream
-from yafsdp_fn.communication.watchdog import Steps, Watchdog
+from yafsdp_fn.communication.watchdog import IN_ANOTHER_THREAD, OF_ANOTHER_PROCESS, Steps, Watchdog
 
 WHERE = "Where ranks are:"
 
@@ -184,10 +184,7 @@ class OrderedGroups(Groups):
     def must_be_of_this_process(self) -> None:
         """Raises RuntimeError in a fork of the process that made the mesh, which would train a copy of its own."""
         if self.process != os.getpid():
-            raise RuntimeError(
-                "the state is on a mesh of the process that was forked (by ya.launch, say): each rank would go on "
-                "with a copy of its own, without the gradients of others. Make mesh and state in the launched function"
-            )
+            raise RuntimeError(OF_ANOTHER_PROCESS)
 
     def check(self) -> None:
         """Raises CommunicationError if an earlier failure left the communicators out of step."""
@@ -204,7 +201,10 @@ class OrderedGroups(Groups):
 
         after: this rank's position once the step has ended
         """
-        self.steps.thread = threading.get_ident()
+        thread = threading.get_ident()
+        if self.steps.looks and self.steps.thread != thread and not self.alone:
+            raise RuntimeError(IN_ANOTHER_THREAD)
+        self.steps.thread = thread
         self.steps.looks.append(look)
         try:
             yield

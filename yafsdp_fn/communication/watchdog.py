@@ -65,6 +65,17 @@ class Steps:
     thread: int = threading.main_thread().ident or 0
 
 
+OF_ANOTHER_PROCESS = (
+    "the state is on a mesh of the process that was forked (by ya.launch, say): each rank would go on with a copy of "
+    "its own, without the gradients of others. Make mesh and state in the launched function"
+)
+
+IN_ANOTHER_THREAD = (
+    "a step or an evaluation begins in one thread while another thread is in one, on the same mesh: ranks would take "
+    "them in different orders, and wait for each other. Take turns in one thread, in the same order on all ranks"
+)
+
+
 class Watchdog:
     """The watchdog of one rank. comms: the `Communicators` of a mesh of several ranks, with a timeout"""
 

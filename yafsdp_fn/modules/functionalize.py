@@ -1,6 +1,7 @@
 """functionalize, load_into: a torch module as a function of a tree of weights, and the weights back into the module."""
 
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -107,7 +108,17 @@ def functionalize(
     """
     values = ModuleValues(module, files)
     params, places = tree_of(module, layers, values, compute or {})
-    return params, Functionalized(without_weights(module, values), layers, places)
+    _MODES.setdefault(module, set()).add(module.training)
+    return params, Functionalized(without_weights(module, values), layers, places, weakref.ref(module))
+
+
+_MODES: weakref.WeakKeyDictionary[nn.Module, set[bool]] = weakref.WeakKeyDictionary()
+"""The modes in which modules have been read: whether they were training."""
+
+CHANGED = (
+    "module.eval() or module.train() since ya.functionalize read the module: this function keeps the mode of that "
+    "time. `_, answer = ya.functionalize(module.eval(), ...)` is the function for evaluation of the same params"
+)
 
 
 class _Visited:
@@ -177,7 +188,8 @@ class _Skeleton(NamedTuple):
 class Functionalized:
     """The function that `functionalize` returns: `model(params, *args, **kwargs)`."""
 
-    def __init__(self, skeleton: nn.Module, layers: Layers, places: Places) -> None:
+    def __init__(self, skeleton: nn.Module, layers: Layers, places: Places, module: "weakref.ref[nn.Module]") -> None:
+        self._module = module
         self._base, self._layers, self._places = skeleton, layers, places
         self._units = {unit for part in places.visits.values() for unit, _ in part.values()}
         self._skeletons: dict[tuple[torch.device, torch.dtype, bool], _Skeleton] = {}
@@ -194,6 +206,9 @@ class Functionalized:
     def __call__(self, params: Mapping[str, Tree], *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward on `params`."""
         self._check(params)
+        module = self._module()
+        if module is not None and module.training not in _MODES[module]:
+            warnings.warn(CHANGED, stacklevel=2)
         stacks = self._places.stacks
         rows: dict[str, Tree] = {}  # the weights of a layer, or their placeholders in a visit
         for unit, layers in stacks.items():

@@ -210,8 +210,10 @@ def scale_by_learning_rate(learning_rate: float | Rate) -> GradientTransformatio
     >>> update(ya.optim.scale_by_learning_rate(0.1))
     tensor([-0.3000,  0.4000])
     """
+    if isinstance(learning_rate, Tensor):  # it may change in place, as in torch.optim
+        return scale_by_learning_rate(lambda count: learning_rate)
     if not callable(learning_rate):
-        if not isinstance(learning_rate, int | float | Tensor):
+        if not isinstance(learning_rate, int | float):
             raise TypeError(f"learning_rate={learning_rate!r}: expected a number, or a function of the count")
         must_not_be_negative("learning_rate", learning_rate)
         return scale(-learning_rate)
@@ -264,4 +266,6 @@ def clip(max_delta: float) -> GradientTransformation:
     >>> update(ya.optim.clip(1.0))
     tensor([ 1., -1.])
     """
+    if not max_delta > 0:
+        raise ValueError(f"clip: max_delta must be positive, got {max_delta}")
     return stateless(lambda updates, params: optree.tree_map(lambda u: u.clamp(-max_delta, max_delta), updates))
