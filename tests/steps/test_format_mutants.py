@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.formats import EXACT, Plain, loss, schedules_for, tree
+from tests.harness.formats import EXACT, Loop, Plain, adamw, loss, schedules_for, tree
 from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of
@@ -35,7 +35,7 @@ from tests.proof.mutants import mutant
 from tests.proof.verdicts import refusal
 from tests.steps import test_leaf_dtypes as own_dtypes
 from tests.steps.test_states_in_formats import FORMATS as MOMENTS
-from tests.steps.test_states_in_formats import Loop, adamw
+from tests.steps.test_states_in_formats import TOLERANCE
 from tests.steps.test_wire_formats import FORMATS as WIRES
 from yafsdp_fn.communication.formats import Format, Wire
 from yafsdp_fn.program.trace import Encoding
@@ -104,7 +104,7 @@ def is_exact(mesh: Any, case: Case, state: Any) -> bool:
     params = ya.unshard(state)
     loop = expected(case, mesh.size())
     try:
-        loop.compare(params, "")
+        loop.compare(params, TOLERANCE, "")
     except AssertionError:
         return False
     return True

@@ -28,7 +28,7 @@ from tests.harness.problems import (
     embed,
     head,
 )
-from tests.steps.test_collectives import recorded
+from tests.harness.watching import recorded
 from yafsdp_fn.schedules import Gather, Reduce
 
 N = 4
