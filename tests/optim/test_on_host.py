@@ -17,6 +17,7 @@ from tests.harness.formats import (
     alike,
     loss,
     on_two_stages,
+    planned_program,
     split_loss,
     split_tree,
     tree,
@@ -235,10 +236,7 @@ def test_bytes_are_held_and_planned(mesh: Any, kind: str) -> None:
     found = {}
     for tx in (here, there):
         state = ya.init(tree(Wire(), kind), tx, mesh=mesh)
-        program = ya.train_step(loss, tx).lower(state, batch_of(0))
-        shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu"}
-        assert ya.planner.trace(loss, tree(Wire(), kind), batch_of(0), **shape) == program.trace
-        assert type(program).from_json(program.to_json()).trace == program.trace
+        program = planned_program(loss, tree(Wire(), kind), state, tx)
         found[tx] = program, ya.planner.predict_memory(program, device="cpu"), state
     (program, of_device, _), (hosted, of_host, state) = found[here], found[there]
     leaves = on_host(state)
