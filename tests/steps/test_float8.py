@@ -34,7 +34,7 @@ from tests.harness.formats import (
     two_steps_of_micro_shards,
 )
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.communication.formats import Scaled, Wire
 
 TOLERANCE = 1e-12
@@ -56,7 +56,7 @@ def on_a_rank(mesh: Any, name: str, kind: str, formats: str, parts: int) -> None
 
 @crossing(WIRES)
 def test_gradients_and_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
+    pools: Pools, where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
     crossed(pools, on_a_rank, where, kind, formats, parts, how)
 
@@ -73,7 +73,7 @@ def reproduced(_: Any) -> int:
     return two_steps_of_micro_shards(loss, light(), TX)
 
 
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: Pools) -> None:
     alike(pools, (1, 2, 4), reproduced)
 
 

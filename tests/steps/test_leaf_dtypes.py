@@ -36,7 +36,7 @@ from tests.harness.formats import (
 from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.problems import Batch, E, V, masked_loss
 
 BF16 = torch.bfloat16
@@ -127,7 +127,7 @@ def exact(_: Any, name: str, kind: str, parts: int, schedule: str, copy: bool) -
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("copy", [True, False])
 def test_gradients_and_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], world: int, kind: str, parts: int, schedule: str, copy: bool
+    pools: Pools, world: int, kind: str, parts: int, schedule: str, copy: bool
 ) -> None:
     pools[world].run(exact, "shard", kind, parts, schedule, copy)
 
@@ -155,7 +155,7 @@ def test_bits_at_one_rank(mesh: Any) -> None:
     [(mesh, name) for mesh in MESHES for name in (*NAMES, *(["hpz"] if "local" in MESHES[mesh] else []))],
 )
 @pytest.mark.parametrize("copy", [True, False])
-def test_on_every_mesh(pools: dict[int, Pool], mesh: str, schedule: str, copy: bool) -> None:
+def test_on_every_mesh(pools: Pools, mesh: str, schedule: str, copy: bool) -> None:
     pools[4].run(exact, mesh, "marked", 1, schedule, copy)
 
 
@@ -185,7 +185,7 @@ def reproduced(_: Any) -> int:
     return two_steps_of_micro_shards(loss, tree(reduce=F32), TX, ya.Precision(compute=BF16, reduce=BF16))
 
 
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: Pools) -> None:
     alike(pools, (1, 2, 4), reproduced)
 
 

@@ -40,7 +40,7 @@ from tests.harness.formats import (
 )
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
 from yafsdp_fn.params.tree import named_leaves
 
@@ -70,16 +70,9 @@ def shards_of(tree: Any) -> list[Tensor]:
 
 @crossing(FORMATS)
 def test_three_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
+    pools: Pools, where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
     crossed(pools, on_a_rank, where, kind, formats, parts, how)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("where", ["1 shard", "2 shard", "3 shard", "4 nodes"])
-def test_three_steps_with_stochastic_rounding(pools: dict[int, Pool], where: str) -> None:
-    """By day on one rank, in the crossing, and with the same bits on one, two and four."""
-    crossed(pools, on_a_rank, where, "plain", "stochastic", 1, "slots")
 
 
 # ---- with what else there is
@@ -123,9 +116,7 @@ def reproduced(_: Any, stochastic: bool) -> int:
 
 
 @pytest.mark.parametrize("stochastic", [nightly(False), True])
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(
-    pools: dict[int, Pool], stochastic: bool
-) -> None:
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: Pools, stochastic: bool) -> None:
     alike(pools, (1, 2, 4), reproduced, stochastic)
 
 
@@ -166,7 +157,7 @@ def sum_of_bits(*trees: Any) -> int:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> None:
+def test_over_tensor(pools: Pools, tmp_path: Path, adapters: bool) -> None:
     alike(pools, (1, 2, 4), over_tensor, tmp_path, adapters)
 
 
@@ -254,7 +245,7 @@ def saved(mesh: Any, directory: Path, stochastic: bool) -> int:
 
 
 @pytest.mark.parametrize("stochastic", [nightly(False), True])
-def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path, stochastic: bool) -> None:
+def test_checkpoints_hold_the_bits(pools: Pools, tmp_path: Path, stochastic: bool) -> None:
     alike(pools, (2, 1, 3), saved, tmp_path, stochastic)
 
 
