@@ -37,7 +37,7 @@ from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare
 from tests.harness.pool import Pools, on_ranks
-from tests.harness.problems import Batch, E, V, masked_loss
+from tests.harness.problems import E, V, masked_loss
 
 BF16 = torch.bfloat16
 F32 = torch.float32
@@ -101,12 +101,6 @@ NAMES = ("zero1", "zero2", "zero3, recomputed", "zero3, far", "fsdp2")
 
 def plain_of(abstract: Any) -> Plain:
     return Plain(abstract, loss, BF16)
-
-
-def begun(mesh: Any, abstract: Any, tx: Any = TX) -> tuple[ya.ShardedState, Any, list[Batch]]:
-    """A state, its whole parameters, and the batches of all ranks."""
-    state = ya.init(abstract, tx, mesh=mesh, precision=HALF)
-    return state, whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
 
 
 def exact(_: Any, name: str, kind: str, parts: int, schedule: str, copy: bool) -> None:
@@ -210,17 +204,13 @@ def test_adapters(mesh: Any) -> None:
     router = abstract["layers"].tree["router"]
     assert router.a.compute == router.b.compute == F32
     assert abstract["layers"].tree["up"].a.compute is None
-    state, params, batches = begun(mesh, abstract)
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
     stored = {g.name: leaf.dtype for _, g, leaf in state.params["layers"].group_leaves()}
     assert stored["layers.frozen(float32)"] == F32
     assert stored["layers.frozen"] == BF16
-    plain = plain_of(abstract)
-    for _ in range(2):
-        _, grads = plain.value_and_grad(params, batches)
-        _, found = ya.value_and_grad(loss)(state.params, batches[mesh.get_rank()])
-        compare(plain.trained(found), plain.trained(grads), 1e-12, "adapters")
-        state, _ = ya.train_step(loss, TX)(state, batches[mesh.get_rank()])
-        params = whole_in_double(state)
+    one = {"zero3": ya.schedules.zero3()}
+    gradients(mesh, "shard", plain_of(abstract), one, 1, 1e-12, HALF)
+    three_steps(mesh, "shard", plain_of(abstract), one, 1, 1e-11, HALF)
 
 
 @on_ranks(2, 4)
