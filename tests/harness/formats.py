@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -376,6 +376,20 @@ def across_stages(
             loop.step(batches, 3, False)
             state, _ = step(state, mine)
         loop.compare(state, 10 * tolerance, f"stages, {order.__name__}: two steps")
+
+
+def gradients_over_tensor(abstract: Any, precision: ya.Precision = EXACT) -> Iterator[tuple[Any, Any]]:
+    """Value and gradients of `split_loss` on two ranks of `tensor`, by two schedules; and those of the plain loop."""
+    mesh = ya.mesh(device="cpu", tensor=2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=precision)
+    batch = batch_of(0, rows=4)
+    mine = ya.shard_batch(batch, mesh)
+    ranks = mesh.size() // 2
+    own = [{key: leaf.chunk(ranks)[rank] for key, leaf in batch.items()} for rank in range(ranks)]
+    expected = Plain(abstract, split_loss).value_and_grad(whole_in_double(state), own)
+    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
+        value, found = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
+        yield (value, ya.unshard(found)), expected
 
 
 # ---- the crossing

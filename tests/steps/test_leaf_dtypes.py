@@ -22,16 +22,15 @@ from tests.harness.formats import (
     alike,
     derivatives,
     gradients,
+    gradients_over_tensor,
     loss_of,
     normal,
     planned_program,
     schedules_for,
     sent,
-    split_loss,
     three_steps,
     two_steps_are_plain,
     two_steps_of_micro_shards,
-    whole_in_double,
 )
 from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
@@ -225,13 +224,7 @@ def test_over_tensor(_: Any) -> None:
     }
     abstract = {"embed": normal(V, E), "layers": ya.Stacked(layer)}
 
-    mesh = ya.mesh(device="cpu", tensor=2)
-    state = ya.init(abstract, TX, mesh=mesh, precision=ya.Precision(F64))
-    batch = batch_of(0, rows=4)
-    expected = Plain(abstract, split_loss).value_and_grad(whole_in_double(state), [batch])
-    mine = ya.shard_batch(batch, mesh)
-    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
-        value, grads = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
+    for (value, grads), expected in gradients_over_tensor(abstract):
         compare(value, expected[0], 1e-12, "value")
         compare(grads, expected[1], 1e-6, "gradients")
         compare(grads["embed"], expected[1]["embed"], 1e-12, "gradients in float64")

@@ -25,10 +25,10 @@ from tests.harness.formats import (
     derivatives,
     gradients,
     gradients_and_steps,
+    gradients_over_tensor,
     loss,
     planned_program,
     sent,
-    split_loss,
     split_tree,
     tree,
     two_steps_are_plain,
@@ -119,20 +119,10 @@ def split_in_blocks(block: int) -> dict[str, Any]:
 @on_ranks(2, 4)
 def test_over_tensor(_: Any) -> None:
     """Split leaves have the blocks of whole ones, or are refused; their gradients on each rank of tensor alike."""
-    mesh = ya.mesh(device="cpu", tensor=2)
-    batch = batch_of(0, rows=4)
-    mine = ya.shard_batch(batch, mesh)
-    state = ya.init(split_in_blocks(4), TX, mesh=mesh, precision=EXACT)
-    params = ya.unshard(state)
-    rows = [{key: leaf[:2] for key, leaf in batch.items()}, {key: leaf[2:] for key, leaf in batch.items()}]
-    own = rows if mesh.size() == 4 else [batch]
-
-    _, expected = Plain(split_in_blocks(4), split_loss).value_and_grad(params, own)
-    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
-        _, found = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
-        off(ya.unshard(found)["layers"], expected["layers"], f"tensor, {schedule}")
+    for (_value, found), (_expected, grads) in gradients_over_tensor(split_in_blocks(4)):
+        off(found["layers"], grads["layers"], "tensor")
     with pytest.raises(ValueError, match=r"layers.*down is split over tensor into runs of 4 elements, and int8/8"):
-        ya.init(split_in_blocks(8), TX, mesh=mesh)
+        ya.init(split_in_blocks(8), TX, mesh=ya.mesh(device="cpu", tensor=2))
 
 
 @on_ranks(1, 3)
