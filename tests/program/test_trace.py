@@ -1,4 +1,4 @@
-"""The order of computes of a trace. That each gradient closes once is seen in counts: tests/schedules, tests/steps/test_collectives.py."""
+"""The order of computes of a trace. That gradients close once is seen in counts of collectives, by closed forms."""
 
 from __future__ import annotations
 
