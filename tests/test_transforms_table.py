@@ -40,7 +40,7 @@ from tests.harness.problems import (
     tied_head,
 )
 from tests.harness.small import one_rank
-from tests.steps.test_collectives import recorded
+from tests.harness.watching import recorded
 from tests.test_transforms_doc import PAGE
 from yafsdp_fn.schedules import Trace
 from yafsdp_fn.util.randomness import VisitCounter, counting

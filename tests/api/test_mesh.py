@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import yafsdp_fn as ya
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from tests.harness.small import one_rank
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.groups import MeshRanks, device_of
@@ -131,47 +131,13 @@ def test_one_rank_under_any_axes_is_alone(names: tuple[str, ...]) -> None:
     assert (comms.rank, comms.world_rank, comms.replica, comms.local_rank, comms.streams) == (0, 0, 0, 0, {})
 
 
-def where(mesh: Any, options: dict[str, int], names: tuple[str, ...]) -> tuple[Any, ...]:
-    made = ya.mesh(device="cpu", **options)
-    assert made.mesh_dim_names == names
-    comms = communicators(made)
-    places = MeshRanks(made)
-    assert ("replicate" in comms.streams) == (comms.replicas > 1) == (len(comms.streams) == 3)
-    kinds = (
-        places.groups_over("node", "local"),
-        places.groups_over("copy"),
-        places.groups_over("local"),
-        places.groups_over("node"),
-    )
-    own = [group for groups in kinds for group in groups if mesh.get_rank() in group]
-    assert [len(group) for group in own] == [comms.ranks, comms.replicas, comms.local_ranks, comms.nodes]
-    return (comms.rank, comms.replica, comms.node, comms.local_rank), *own
-
-
-def test_who_is_who_on_two_replicas(pools: Pools) -> None:
-    assert pools[4].run(where, {"replicate": 2}, ("replicate", "shard")) == [
-        ((0, 0, 0, 0), [0, 1], [0, 2], [0, 1], [0]),
-        ((1, 0, 0, 1), [0, 1], [1, 3], [0, 1], [1]),
-        ((0, 1, 0, 0), [2, 3], [0, 2], [2, 3], [2]),
-        ((1, 1, 0, 1), [2, 3], [1, 3], [2, 3], [3]),
-    ]
-
-
-def test_who_is_who_on_two_nodes(pools: Pools) -> None:
-    every = [0, 1, 2, 3]
-    assert pools[4].run(where, {"local": 2}, ("node", "local")) == [
-        ((0, 0, 0, 0), every, [0], [0, 1], [0, 2]),
-        ((1, 0, 0, 1), every, [1], [0, 1], [1, 3]),
-        ((2, 0, 1, 0), every, [2], [2, 3], [0, 2]),
-        ((3, 0, 1, 1), every, [3], [2, 3], [1, 3]),
-    ]
-
-
-def test_who_is_who_on_replicas_with_nodes_and_without_shards(pools: Pools) -> None:
-    nodes = pools[4].run(where, {"replicate": 2, "local": 1}, ("replicate", "node", "local"))
-    assert nodes[3] == ((1, 1, 1, 0), [2, 3], [1, 3], [3], [2, 3])
-    copies = pools[4].run(where, {"replicate": -1, "shard": 1}, ("replicate", "shard"))
-    assert copies[2] == ((0, 2, 0, 0), [2], [0, 1, 2, 3], [2], [2])
+@on_ranks(4)
+def test_replicas_have_a_stream_of_their_own(_: Any) -> None:
+    """Who is who on meshes is seen in tests/communication/test_reduce.py, by what each rank gets of sums."""
+    for replicas, streams in ((1, 2), (2, 3)):
+        comms = communicators(ya.mesh(device="cpu", replicate=replicas))
+        assert len(comms.streams) == streams
+        assert ("replicate" in comms.streams) == (replicas > 1)
 
 
 @on_ranks(4)

@@ -265,22 +265,11 @@ def test_units_without_elements_are_loaded(pools: Pools, tmp_path: Path) -> None
         shutil.rmtree(tmp_path / "a-2-4")
 
 
-def several(mesh: Any, directory: Path) -> list[int]:
+def several(mesh: Any, directory: Path) -> None:
     state = fresh(mesh)
     for _ in range(3):
         state = stepped(state, 1)
         save(directory, state, keep_last=2)
-    like = [fresh(mesh) for _ in range(2)]
-    newest = load(directory, like[0])[0]
-    earlier = load(directory, like[1], step=2)[0]
-    assert not same(whole(newest), whole(earlier))
-    assert same(whole(newest), whole(state))
-    return [newest.step, earlier.step]
-
-
-def test_the_newest_or_a_given_step(pools: Pools, tmp_path: Path) -> None:
-    assert pools[2].run(several, tmp_path) == [[3, 2], [3, 2]]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000002", "step-00000003"]
 
 
 @on_ranks(2)

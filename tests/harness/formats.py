@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import optree
@@ -22,21 +23,33 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.marks import by_day
 from tests.harness.meshes import MESHES, made
-from tests.harness.oracle import batch_of, by_autograd, compare, joined
+from tests.harness.oracle import batch_of, by_autograd, compare, joined, whole
 from tests.harness.pool import Pools
 from tests.harness.problems import Batch, E, V, masked_loss
+from tests.harness.watching import recorded
 from yafsdp_fn.communication.formats import Format, Wire, passed
-from yafsdp_fn.communication.gloo import GlooGroup
 from yafsdp_fn.params.tree_layout import tree_layout
 from yafsdp_fn.schedules import Program
 
 F64 = torch.float64
-TX = ya.optim.chain(ya.optim.clip_by_global_norm(1.0), ya.optim.adamw(1e-2, weight_decay=0.1))
 LAYERS = 3
 X = 5
 EXACT = ya.Precision(F64)
 STEPS = ("zero1", "zero3, recomputed", "hpz")
 """The schedules that take three steps, as well."""
+
+
+B1, B2, RATE, EPS, DECAY = 0.9, 0.95, 1e-2, 1e-8, 0.1
+
+
+def adamw(moments: Format | None) -> ya.optim.GradientTransformation:
+    inside = ya.optim.adamw(RATE, B1, B2, EPS, DECAY)
+    if moments is not None:
+        inside = ya.optim.in_format(inside, moments)
+    return ya.optim.chain(ya.optim.clip_by_global_norm(1.0), inside)
+
+
+TX = adamw(None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,41 +243,94 @@ def whole_in_double(state: Any) -> Any:
     return optree.tree_map(Tensor.double, ya.unshard(state))
 
 
-def gradients_and_steps(
+class Loop:
+    """Clipped AdamW on whole leaves, by hand. Moments pass through a format, a layer of a stacked leaf at a time."""
+
+    def __init__(self, plain: Plain, params: Any, moments: Format | None) -> None:
+        self.plain, self.format, self.count = plain, moments, 0
+        self.leaves = self.by_name(params)
+        self.mu, self.nu = ({name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()} for _ in range(2))
+
+    def by_name(self, params: Any) -> dict[str, Tensor]:
+        """Whole leaves of any tree; what is frozen, and stored as it is gathered, in float64."""
+        leaves = optree.tree_leaves(whole(params))
+        named = zip(self.plain.names, leaves, strict=True)
+        return {name: leaf.double() if name in self.plain.frozen else leaf for name, leaf in named}
+
+    def step(self, batches: list[Batch], parts: int, deferred: bool, per_node: int = 1) -> None:
+        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred, per_node)
+        grads = self.plain.trained(found)
+        self.count += 1
+        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
+        for name, grad in grads.items():
+            grad = grad / max(norm, 1.0)
+            mu = B1 * self.mu[name] + (1 - B1) * grad
+            nu = B2 * self.nu[name] + (1 - B2) * grad.square()
+            update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
+            self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
+            format = self.format and self.format.at(self.count - 1)
+            self.mu[name], self.nu[name] = (self.plain.passed(name, format, each) for each in (mu, nu))
+
+    def compare(self, params: Any, tolerance: float, what: str) -> None:
+        compare(self.by_name(params), self.leaves, tolerance, what)
+
+
+def gradients(
     mesh: Any,
+    name: str,
     plain: Plain,
     schedules: Mapping[str, ya.schedules.Schedule],
     parts: int,
     tolerance: float,
-    what: str,
-    *,
     precision: ya.Precision = EXACT,
-    per_node: int = 1,
-    steps: Sequence[str] = STEPS,
 ) -> None:
-    """By each schedule, gradients are those of the plain loop; by those named in `steps`, three steps, too."""
+    """By each schedule they are those of the plain loop. name: of the mesh"""
     for schedule, build in schedules.items():
-        said = f"{what}, {parts} microbatches, {schedule}"
+        said = f"{name}, {parts} microbatches, {schedule}"
         state = ya.init(plain.abstract, TX, mesh=mesh, precision=precision)
-        params = whole_in_double(state)
         batches = [batch_of(rank) for rank in range(mesh.size())]
-        how = parts, schedule == "zero1", per_node
-        expected = plain.value_and_grad(params, batches, *how)
+        how = parts, schedule == "zero1", per_node(mesh, name)
+        expected = plain.value_and_grad(whole_in_double(state), batches, *how)
         function = ya.value_and_grad(plain.loss, schedule=build, microbatches=parts)
         value, grads = function(state.params, batches[mesh.get_rank()])
         compare(value, expected[0], 1e-6, f"{said}: value")
         compare(plain.trained(grads), plain.trained(expected[1]), tolerance, f"{said}: gradients")
-        if schedule not in steps:
-            continue
-        step = ya.train_step(plain.loss, TX, schedule=build, microbatches=parts)
-        oracle = ya.PlainState.create(plain.trained(params), TX)
+
+
+def three_steps(
+    mesh: Any,
+    name: str,
+    plain: Plain,
+    schedules: Mapping[str, ya.schedules.Schedule],
+    parts: int,
+    tolerance: float,
+    precision: ya.Precision = EXACT,
+    moments: Format | None = None,
+) -> None:
+    """By each schedule they are those of the plain loop. name: of the mesh"""
+    tx = adamw(moments)
+    for schedule, build in schedules.items():
+        state = ya.init(plain.abstract, tx, mesh=mesh, precision=precision)
+        loop = Loop(plain, state, moments)
+        step = ya.train_step(plain.loss, tx, schedule=build, microbatches=parts)
         for number in range(3):
             now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
-            before = zip(plain.names, optree.tree_leaves(params), strict=True)
-            latest = [oracle.params.get(name, leaf) for name, leaf in before]
-            oracle = oracle.apply_gradients(plain.trained(plain.value_and_grad(latest, now, *how)[1]), TX)
+            loop.step(now, parts, schedule == "zero1", per_node(mesh, name))
             state, _ = step(state, now[mesh.get_rank()])
-        compare(plain.trained(state), oracle.params, 10 * tolerance, f"{said}: three steps")
+            loop.compare(state, tolerance, f"{name}, {parts} microbatches, {schedule}: step {number}")
+
+
+def gradients_and_steps(mesh: Any, name: str, plain: Plain, parts: int, tolerance: float) -> None:
+    """Gradients by all schedules, and three steps by some."""
+    schedules = schedules_for(mesh)
+    gradients(mesh, name, plain, schedules, parts, tolerance)
+    some = {schedule: build for schedule, build in schedules.items() if schedule in STEPS}
+    three_steps(mesh, name, plain, some, parts, 10 * tolerance)
+
+
+def per_node(mesh: Any, name: str) -> int:
+    """Ranks whose sum passes once more."""
+    return 2 if (name, mesh.size()) == ("nodes", 4) else 1
 
 
 def derivatives(mesh: Any, plain: Plain, state: Any, tolerance: float) -> tuple[Tensor, Any]:
@@ -290,18 +356,40 @@ def derivatives(mesh: Any, plain: Plain, state: Any, tolerance: float) -> tuple[
     return expected
 
 
-def across_stages(plain: Plain, sharding: ya.schedules.Schedule, tolerance: float, precision: ya.Precision) -> None:
-    """On two stages, gradients by two orders and a step are those of the plain loop."""
-    state, batches, mine = on_two_stages(plain.loss, plain.abstract, TX, precision)
-    params = whole_in_double(state)
-    grads = plain.trained(plain.value_and_grad(params, batches, 3)[1])
+def across_stages(
+    plain: Plain,
+    sharding: ya.schedules.Schedule,
+    tolerance: float,
+    precision: ya.Precision = EXACT,
+    moments: Format | None = None,
+) -> None:
+    """On two stages, gradients and two steps by two orders are those of the plain loop."""
+    tx = adamw(moments)
     for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
-        schedule = order(ya.schedules.zero3())
-        _, found = ya.value_and_grad(plain.loss, schedule=schedule, microbatches=3)(state.params, mine)
-        compare(plain.trained(found), grads, tolerance, f"stages, {schedule}")
-    step = ya.train_step(plain.loss, TX, schedule=ya.schedules.one_f_one_b(sharding), microbatches=3)
-    oracle = ya.PlainState.create(plain.trained(params), TX).apply_gradients(grads, TX)
-    compare(plain.trained(step(state, mine)[0]), oracle.params, 10 * tolerance, "stages, a step")
+        state, batches, mine = on_two_stages(plain.loss, plain.abstract, tx, precision)
+        loop = Loop(plain, state, moments)
+        grads = plain.trained(plain.value_and_grad(whole_in_double(state), batches, 3)[1])
+        _, found = ya.value_and_grad(plain.loss, schedule=order(sharding), microbatches=3)(state.params, mine)
+        compare(plain.trained(found), grads, tolerance, f"stages, {order.__name__}")
+        step = ya.train_step(plain.loss, tx, schedule=order(sharding), microbatches=3)
+        for _ in range(2):
+            loop.step(batches, 3, False)
+            state, _ = step(state, mine)
+        loop.compare(state, 10 * tolerance, f"stages, {order.__name__}: two steps")
+
+
+def gradients_over_tensor(abstract: Any, precision: ya.Precision = EXACT) -> Iterator[tuple[Any, Any]]:
+    """Value and gradients of `split_loss` on two ranks of `tensor`, by two schedules; and those of the plain loop."""
+    mesh = ya.mesh(device="cpu", tensor=2)
+    state = ya.init(abstract, TX, mesh=mesh, precision=precision)
+    batch = batch_of(0, rows=4)
+    mine = ya.shard_batch(batch, mesh)
+    ranks = mesh.size() // 2
+    own = [{key: leaf.chunk(ranks)[rank] for key, leaf in batch.items()} for rank in range(ranks)]
+    expected = Plain(abstract, split_loss).value_and_grad(whole_in_double(state), own)
+    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
+        value, found = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
+        yield (value, ya.unshard(found)), expected
 
 
 # ---- the crossing
@@ -410,26 +498,11 @@ def two_steps_of_micro_shards(loss: Loss, abstract: Any, tx: Any, precision: ya.
 def sent(loss: Loss, state: Any, batch: Batch) -> list[tuple[int, int]]:
     """Bytes that this rank sends in a step to gather and to reduce, as counted and as a program says; and the largest
     number of vectors that are gathered together, beside 2."""
-    step, counted, others = ya.train_step(loss, TX), {"gather": 0, "reduce": 0}, state.mesh.size() - 1
+    step = ya.train_step(loss, TX)
     state, _ = step(state, batch)
-    gathers = [0]
-    comms = state.memory.comms
-
-    def watched(name: str, what: str, sizes: Callable[..., int]) -> None:
-        real = getattr(GlooGroup, name)
-
-        def call(group: Any, outs: Any, ins: Any) -> None:
-            counted[what] += sizes(outs, ins)
-            gathers.append(len(ins) if what == "gather" else 0)
-            real(group, outs, ins)
-
-        patch.setattr(GlooGroup, name, call)
-
-    with pytest.MonkeyPatch.context() as patch:
-        watched("all_gathers", "gather", lambda outs, ins: sum(shard.nbytes for shard in ins) * others)
-        watched("reduce_scatters", "reduce", lambda outs, ins: sum(x.nbytes for x in ins) // (others + 1) * others)
-        watched("all_to_all", "reduce", lambda out, full: full.nbytes // (others + 1) * others)
+    with recorded() as calls:
         state, _ = step(state, batch)
-        comms.drain()
+        state.memory.comms.drain()
     said = step.program(state).wire_bytes()
-    return [*((counted[what], said[what]) for what in counted), (max(gathers), 2)]
+    counted = [(sum(call.sent() for call in calls if call.kind == kind), said[kind]) for kind in ("gather", "reduce")]
+    return [*counted, (max((call.together for call in calls if call.kind == "gather"), default=0), 2)]

@@ -286,7 +286,7 @@ def test_int8_is_within_half_a_step(how: str) -> None:
     assert torch.equal(plain.row_scale, found.row_scale.float())
 
 
-# ---- what is not there for a base
+# ---- a small Llama
 
 CONFIG = llama.Config(vocab=512, embed=128, ffn=384, layers=2, heads=4, kv_heads=2, head_dim=32, max_length=64)
 
@@ -294,37 +294,6 @@ CONFIG = llama.Config(vocab=512, embed=128, ffn=384, layers=2, heads=4, kv_heads
 def tokens(rows: int = 2) -> dict[str, Tensor]:
     made = draw(rows, CONFIG.max_length, seed=0, most=CONFIG.vocab)
     return {"tokens": made, "targets": made.roll(-1, 1)}
-
-
-@pytest.mark.parametrize("dtype", [None, torch.int8])
-def test_a_base_has_no_master_no_gradient_and_no_moments(dtype: torch.dtype | None) -> None:
-    tree = ya.lora(llama.params(CONFIG), 4, dtype=dtype)
-    state = ya.init(tree, TX, mesh=one_rank(), precision=BF16)
-    step = ya.train_step(llama.loss(CONFIG), TX)
-    before = [master.clone() for master in state.memory.masters()]
-    for _ in range(2):
-        state, _ = step(state, tokens())
-    memory = state.memory
-    program = step.program(state)
-    pairs = sum(g.layout.shard_numel(1) * len(g.units) for g in memory.groups if g.trainable)
-    whole = sum(leaf.numel() for leaf in optree.tree_leaves(state.opt_state) if isinstance(leaf, Tensor))
-    assert whole <= 2 * pairs + 8, "two moments of the adapters, and counts"
-    for number, group in enumerate(memory.groups):
-        master = memory.master.present[number]
-        working = memory.working.present[number]
-        assert (master is working) == (not group.trainable)
-        if not group.trainable:
-            assert master.dtype == group.dtype or torch.bfloat16
-            assert memory.kept_grads().tensors[number] is None
-            assert torch.equal(master, before[number])
-        else:
-            assert not torch.equal(master, before[number])
-    trained = set(memory.trained)
-    reduced = [unit for op in program.ops if isinstance(op, ya.schedules.Reduce) for unit in op.units]
-    assert sorted(reduced) == sorted(trained)
-    assert {memory.units[unit].stack for unit in trained} == {"layers"}
-    gathered = [memory.units[u].name for op in program.ops if isinstance(op, ya.schedules.Gather) for u in op.units]
-    assert "embed" not in gathered and "head" not in gathered, "they stay in their slots from step to step"
 
 
 @pytest.mark.sampled

@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.meshes import on
 from tests.harness.oracle import compare
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import batch, loss, model, param
 from tests.optim.trees import trains_as_plain
 from yafsdp_fn import optim
@@ -127,11 +127,11 @@ def trained(mesh: Any, name: str, params: str = "layers") -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("name", TXS)
-def test_training_is_that_of_plain_trees(pools: dict[int, Pool], name: str, world: int) -> None:
+def test_training_is_that_of_plain_trees(pools: Pools, name: str, world: int) -> None:
     pools[world].run(trained, name)
 
 
-def test_training_with_pinned_leaves(pools: dict[int, Pool]) -> None:
+def test_training_with_pinned_leaves(pools: Pools) -> None:
     for name in ("muon", "two rounds", "partition", "foreign"):
         pools[2].run(trained, name, "pinned")
 
@@ -143,7 +143,7 @@ def test_training_with_pinned_leaves(pools: dict[int, Pool]) -> None:
         *(nightly("replicate", ("muon", "soap")), nightly("nodes", ("two rounds",))),
     ],
 )
-def test_training_on_other_meshes(pools: dict[int, Pool], mesh: str, names: tuple[str, ...]) -> None:
+def test_training_on_other_meshes(pools: Pools, mesh: str, names: tuple[str, ...]) -> None:
     for name in names:
         pools[4].run(on, mesh, trained, name)
 
@@ -244,7 +244,7 @@ def sent(mesh: Any) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", [3, nightly(4)])
-def test_what_travels_is_what_the_program_says(pools: dict[int, Pool], world: int) -> None:
+def test_what_travels_is_what_the_program_says(pools: Pools, world: int) -> None:
     real, said = zip(*pools[world].run(sent), strict=True)
     assert len(set(said)) == 1 and abs(sum(real) / world - said[0]) <= 2 * 3  # rounded down, of three units, twice
     assert 0 < said[0] < 2 * 4 * 3 * 35  # there and back, in fp32, less than one matrix of each layer

@@ -17,6 +17,7 @@ from tests.harness.formats import (
     alike,
     loss,
     on_two_stages,
+    planned_program,
     split_loss,
     split_tree,
     tree,
@@ -25,7 +26,7 @@ from tests.harness.formats import (
 from tests.harness.marks import by_day, nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.optim.test_on_ranks import TXS, trained
 from yafsdp_fn.communication.formats import Wire
 from yafsdp_fn.planner.costs import Costs
@@ -90,14 +91,14 @@ def same(mesh: Any, where: str, kind: str, optimizer: str, schedule: str, parts:
 @pytest.mark.parametrize("kind", ["plain", "marked", "tied"])
 @pytest.mark.parametrize("where", WHERE)
 def test_steps_have_the_bits_of_states_on_the_device(
-    pools: dict[int, Pool], where: str, kind: str, optimizer: str, schedule: str, parts: int
+    pools: Pools, where: str, kind: str, optimizer: str, schedule: str, parts: int
 ) -> None:
     world, mesh = where.split()
     pools[int(world)].run(same, mesh, kind, optimizer, schedule, parts)
 
 
 @pytest.mark.parametrize("name", by_day(TXS, "warm-up and cosine", "clip, mean, rmsprop"))
-def test_steps_are_those_of_the_plain_loop(pools: dict[int, Pool], name: str) -> None:
+def test_steps_are_those_of_the_plain_loop(pools: Pools, name: str) -> None:
     pools[2].run(trained, name, True)
 
 
@@ -110,7 +111,7 @@ def reproduced(_: Any) -> int:
     return here
 
 
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: Pools) -> None:
     alike(pools, (1, 2, 4), reproduced)
 
 
@@ -235,10 +236,7 @@ def test_bytes_are_held_and_planned(mesh: Any, kind: str) -> None:
     found = {}
     for tx in (here, there):
         state = ya.init(tree(Wire(), kind), tx, mesh=mesh)
-        program = ya.train_step(loss, tx).lower(state, batch_of(0))
-        shape: Any = {"mesh": program.trace.mesh, "tx": tx, "device": "cpu"}
-        assert ya.planner.trace(loss, tree(Wire(), kind), batch_of(0), **shape) == program.trace
-        assert type(program).from_json(program.to_json()).trace == program.trace
+        program = planned_program(loss, tree(Wire(), kind), state, tx)
         found[tx] = program, ya.planner.predict_memory(program, device="cpu"), state
     (program, of_device, _), (hosted, of_host, state) = found[here], found[there]
     leaves = on_host(state)

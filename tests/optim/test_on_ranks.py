@@ -13,7 +13,7 @@ import torch
 import yafsdp_fn as ya
 from tests.harness.marks import nightly
 from tests.harness.oracle import compare, plain
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import batch, batches, loss, model
 from tests.optim.trees import F64, trains_as_plain
 from yafsdp_fn import optim
@@ -66,7 +66,7 @@ def trained(mesh: Any, name: str, on_host: bool = False) -> None:
 
 @pytest.mark.parametrize("world", [nightly(1), nightly(2), 3])
 @pytest.mark.parametrize("name", TXS)
-def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: dict[int, Pool], world: int, name: str) -> None:
+def test_an_optimizer_trains_shards_as_it_trains_plain_trees(pools: Pools, world: int, name: str) -> None:
     pools[world].run(trained, name)
 
 
@@ -172,7 +172,7 @@ def refused(mesh: Any, name: str, in_program: bool) -> list[str]:
     + [(name, True) for name, (tx, _) in REFUSED.items() if optim.why_not_unitwise(tx) is None],
 )
 def test_an_update_that_is_not_like_its_parameter_is_refused(
-    pools: dict[int, Pool], name: str, world: int, in_program: bool
+    pools: Pools, name: str, world: int, in_program: bool
 ) -> None:
     _, message = REFUSED[name]
     first, *others = pools[world].run(refused, name, in_program)

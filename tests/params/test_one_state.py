@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from tests.harness.fake_cuda.api import fake_cuda
 from tests.harness.fake_cuda.tensors import CUDA
 from tests.harness.groups import SOON, breakable, breakable_stages, outcome
-from tests.harness.pool import Pool, on_ranks
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.communication.communicators import communicators
 from yafsdp_fn.communication.cuda_streams import CudaEvent
 from yafsdp_fn.params.one_state import check, marks
@@ -71,7 +71,7 @@ def alone(_: Any) -> str:
     return "" if torch.distributed.get_rank() else outcome(lambda: ya.unshard(state), SOON)
 
 
-def test_a_rank_that_calls_a_verb_of_all_ranks_alone_says_so(pools: dict[int, Pool]) -> None:
+def test_a_rank_that_calls_a_verb_of_all_ranks_alone_says_so(pools: Pools) -> None:
     text, _ = pools[2].run(alone)
     assert "rank 0: unshard, which all ranks call: " in text, text
     assert "Where ranks are:\n  rank 1: no sign of life" in text, text
@@ -95,9 +95,7 @@ def swapped(_: Any, folder: Path, ranks: int, how: str, stages: bool) -> dict[st
 
 
 @pytest.mark.parametrize(("ranks", "how", "stages"), [(2, "order", False), (3, "copy", False), (2, "order", True)])
-def test_ranks_with_another_state_are_told(
-    pools: dict[int, Pool], ranks: int, how: str, stages: bool, tmp_path: Path
-) -> None:
+def test_ranks_with_another_state_are_told(pools: Pools, ranks: int, how: str, stages: bool, tmp_path: Path) -> None:
     every = pools[ranks].run(swapped, tmp_path, ranks, how, stages)
     for found in every:
         for verb, (said, then) in found.items():

@@ -13,7 +13,7 @@ from torch import Tensor
 import yafsdp_fn as ya
 from tests.harness.failing import TX, LossFn, batch, bits, embed, head, layer, loss, plain, same, state
 from tests.harness.meshes import on
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from yafsdp_fn.communication.communicators import communicators
 
 REFUSED = (
@@ -178,16 +178,14 @@ def exact(mesh: Any, which: str, options: str) -> None:
 @pytest.mark.sampled
 @pytest.mark.parametrize("world", [1, 2])
 @WHICH
-def test_functions_of_the_leaves_inside_a_loss_are_exact(
-    pools: dict[int, Pool], world: int, which: str, options: str
-) -> None:
+def test_functions_of_the_leaves_inside_a_loss_are_exact(pools: Pools, world: int, which: str, options: str) -> None:
     pools[world].run(exact, which, options)
 
 
 @pytest.mark.sampled
 @pytest.mark.parametrize(("world", "mesh"), [(4, "replicate"), (2, "copies")])
 @WHICH
-def test_and_so_they_are_on_replicas(pools: dict[int, Pool], world: int, mesh: str, which: str, options: str) -> None:
+def test_and_so_they_are_on_replicas(pools: Pools, world: int, mesh: str, which: str, options: str) -> None:
     pools[world].run(on, mesh, exact, which, options)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,8 +21,8 @@ from tests.harness.meshes import made
 from tests.harness.oracle import batch_of, check_exact
 from tests.harness.pool import on_ranks
 from tests.harness.problems import PROBLEMS, Batch, Params, Problem, base_loss, base_params, layer
+from tests.harness.watching import recorded
 from yafsdp_fn.communication.communicators import communicators
-from yafsdp_fn.communication.gloo import GlooGroup
 
 Mesh = Any
 s = ya.schedules
@@ -120,19 +120,8 @@ def test_so_are_those_of_what_no_visit_reads(_: Any, builder: str) -> None:
 def sent(mesh: Mesh) -> Iterator[collections.Counter[str]]:
     """Counts the bytes that this rank sends, by kind of collective, as they really happen."""
     comms, found = communicators(mesh), collections.Counter[str]()
-    gathers = GlooGroup.all_gathers
-    reductions = GlooGroup.reduce_scatters
     summed = dist.all_reduce
     replicas = comms.replicate_group.process_group if comms.replicas > 1 else None
-
-    def all_gathers(group: GlooGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        name = "gather" if group is comms.gather_group else "gather in node"
-        found[name] += (group.process_group.size() - 1) * sum(shard.nbytes for shard in shards)
-        gathers(group, outs, shards)
-
-    def reduce_scatters(group: GlooGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
-        found["reduce"] += (group.process_group.size() - 1) * sum(out.nbytes for out in outs)
-        reductions(group, outs, fulls)
 
     def all_reduce(values: Tensor, *op: Any, group: Any) -> None:
         if group is replicas:
@@ -140,11 +129,12 @@ def sent(mesh: Mesh) -> Iterator[collections.Counter[str]]:
             found["all-reduce"] += whole * (group.size() - 1) // group.size()
         summed(values, *op, group=group)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooGroup, "all_gathers", all_gathers)
-        patch.setattr(GlooGroup, "reduce_scatters", reduce_scatters)
+    with pytest.MonkeyPatch.context() as patch, recorded() as calls:
         patch.setattr(dist, "all_reduce", all_reduce)
         yield found
+    for call in calls:
+        in_node = call.kind == "gather" and call.group is not comms.gather_group
+        found["gather in node" if in_node else call.kind] += call.sent()
 
 
 TX = ya.optim.adamw(1e-3)

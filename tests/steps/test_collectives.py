@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import collections
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -25,43 +23,8 @@ from tests.harness.problems import (
     layer,
     with_ends,
 )
-from yafsdp_fn.communication.gloo import GlooGroup
+from tests.harness.watching import recorded
 from yafsdp_fn.schedules import Gather, Reduce
-
-
-class Collective(NamedTuple):
-    kind: str
-    numel: int  # of the whole vector
-    dtype: torch.dtype
-
-
-@contextlib.contextmanager
-def recorded() -> Iterator[list[Collective]]:
-    """The vectors that collectives really carry, in order per kind; several may go together."""
-    calls: list[Collective] = []
-    gathers = GlooGroup.all_gathers
-    reductions = GlooGroup.reduce_scatters
-
-    def all_gathers(group: GlooGroup, outs: Sequence[Tensor], shards: Sequence[Tensor]) -> None:
-        for out, shard in zip(outs, shards, strict=True):
-            assert out.dtype == shard.dtype
-            assert out.numel() == group.process_group.size() * shard.numel()
-            if out.is_floating_point():  # agreements are not
-                calls.append(Collective("gather", out.numel(), out.dtype))
-        gathers(group, outs, shards)
-
-    def reduce_scatters(group: GlooGroup, outs: Sequence[Tensor], fulls: Sequence[Tensor]) -> None:
-        for out, full in zip(outs, fulls, strict=True):
-            assert out.dtype == full.dtype
-            assert full.numel() == group.process_group.size() * out.numel()
-            calls.append(Collective("reduce", full.numel(), full.dtype))
-        reductions(group, outs, fulls)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GlooGroup, "all_gathers", all_gathers)
-        patch.setattr(GlooGroup, "reduce_scatters", reduce_scatters)
-        yield calls
-
 
 # ---- counts
 

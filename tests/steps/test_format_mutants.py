@@ -26,16 +26,16 @@ import torch
 from torch import Tensor
 
 import yafsdp_fn as ya
-from tests.harness.formats import EXACT, Plain, loss, schedules_for, tree
+from tests.harness.formats import EXACT, Loop, Plain, adamw, loss, schedules_for, tree
 from tests.harness.marks import nightly
 from tests.harness.meshes import made
 from tests.harness.oracle import batch_of
-from tests.harness.pool import Pool
+from tests.harness.pool import Pools
 from tests.proof.mutants import mutant
 from tests.proof.verdicts import refusal
 from tests.steps import test_leaf_dtypes as own_dtypes
 from tests.steps.test_states_in_formats import FORMATS as MOMENTS
-from tests.steps.test_states_in_formats import Loop, adamw
+from tests.steps.test_states_in_formats import TOLERANCE
 from tests.steps.test_wire_formats import FORMATS as WIRES
 from yafsdp_fn.communication.formats import Format, Wire
 from yafsdp_fn.program.trace import Encoding
@@ -104,7 +104,7 @@ def is_exact(mesh: Any, case: Case, state: Any) -> bool:
     params = ya.unshard(state)
     loop = expected(case, mesh.size())
     try:
-        loop.compare(params, "")
+        loop.compare(params, TOLERANCE, "")
     except AssertionError:
         return False
     return True
@@ -172,7 +172,7 @@ def some(*daily: tuple[int, int], each: int = 100) -> list[Any]:
 
 
 @pytest.mark.parametrize(("world", "numbers"), some((1, 40), (2, 20)))
-def test_no_wrong_program_is_accepted(pools: dict[int, Pool], world: int, numbers: range) -> None:
+def test_no_wrong_program_is_accepted(pools: Pools, world: int, numbers: range) -> None:
     found = pools[world].run(damaged_programs, numbers)
     print(f"\ndamaged programs: {dict(found[0])}")
     assert found == [found[0]] * world
@@ -420,10 +420,10 @@ def all_seen(of_ranks: Sequence[Sequence[Outcome]]) -> None:
 
 
 @pytest.mark.parametrize(("world", "numbers"), some((1, 8), (2, 10)))
-def test_every_fault_is_seen(pools: dict[int, Pool], world: int, numbers: range) -> None:
+def test_every_fault_is_seen(pools: Pools, world: int, numbers: range) -> None:
     all_seen(pools[world].run(damaged_executions, numbers))
 
 
 @pytest.mark.parametrize(("world", "numbers"), [(2, range(6)), nightly(1, range(100)), nightly(3, range(100))])
-def test_every_fault_of_a_dtype_is_seen(pools: dict[int, Pool], world: int, numbers: range) -> None:
+def test_every_fault_of_a_dtype_is_seen(pools: Pools, world: int, numbers: range) -> None:
     all_seen(pools[world].run(damaged_dtypes, numbers))

@@ -21,22 +21,22 @@ from tests.harness.formats import (
     across_stages,
     alike,
     derivatives,
-    gradients_and_steps,
+    gradients,
+    gradients_over_tensor,
     loss_of,
     normal,
     planned_program,
     schedules_for,
     sent,
-    split_loss,
+    three_steps,
     two_steps_are_plain,
     two_steps_of_micro_shards,
-    whole_in_double,
 )
 from tests.harness.marks import nightly
 from tests.harness.meshes import MESHES, made
 from tests.harness.oracle import batch_of, by_autograd, compare
-from tests.harness.pool import Pool, on_ranks
-from tests.harness.problems import Batch, E, V, masked_loss
+from tests.harness.pool import Pools, on_ranks
+from tests.harness.problems import E, V, masked_loss
 
 BF16 = torch.bfloat16
 F32 = torch.float32
@@ -102,19 +102,15 @@ def plain_of(abstract: Any) -> Plain:
     return Plain(abstract, loss, BF16)
 
 
-def begun(mesh: Any, abstract: Any, tx: Any = TX) -> tuple[ya.ShardedState, Any, list[Batch]]:
-    """A state, its whole parameters, and the batches of all ranks."""
-    state = ya.init(abstract, tx, mesh=mesh, precision=HALF)
-    return state, whole_in_double(state), [batch_of(rank) for rank in range(mesh.size())]
-
-
 def exact(_: Any, name: str, kind: str, parts: int, schedule: str, copy: bool) -> None:
     """One rank's part: gradients and three steps."""
     mesh = made(name)
     tolerance = 1e-6 if kind == "tied" else 1e-12  # two uses: added up in float64 in a slot, by autograd in float32
     one = {schedule: schedules_for(mesh)[schedule]}
-    how: Any = {"precision": dataclasses.replace(HALF, copy=copy), "steps": STEPS}
-    gradients_and_steps(mesh, plain_of(tree(kind)), one, parts, tolerance, f"{name}, {kind}", **how)
+    precision = dataclasses.replace(HALF, copy=copy)
+    gradients(mesh, name, plain_of(tree(kind)), one, parts, tolerance, precision)
+    if schedule in STEPS:
+        three_steps(mesh, name, plain_of(tree(kind)), one, parts, 10 * tolerance, precision)
 
 
 @pytest.mark.sampled
@@ -124,7 +120,7 @@ def exact(_: Any, name: str, kind: str, parts: int, schedule: str, copy: bool) -
 @pytest.mark.parametrize("schedule", NAMES)
 @pytest.mark.parametrize("copy", [True, False])
 def test_gradients_and_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], world: int, kind: str, parts: int, schedule: str, copy: bool
+    pools: Pools, world: int, kind: str, parts: int, schedule: str, copy: bool
 ) -> None:
     pools[world].run(exact, "shard", kind, parts, schedule, copy)
 
@@ -152,7 +148,7 @@ def test_bits_at_one_rank(mesh: Any) -> None:
     [(mesh, name) for mesh in MESHES for name in (*NAMES, *(["hpz"] if "local" in MESHES[mesh] else []))],
 )
 @pytest.mark.parametrize("copy", [True, False])
-def test_on_every_mesh(pools: dict[int, Pool], mesh: str, schedule: str, copy: bool) -> None:
+def test_on_every_mesh(pools: Pools, mesh: str, schedule: str, copy: bool) -> None:
     pools[4].run(exact, mesh, "marked", 1, schedule, copy)
 
 
@@ -182,7 +178,7 @@ def reproduced(_: Any) -> int:
     return two_steps_of_micro_shards(loss, tree(reduce=F32), TX, ya.Precision(compute=BF16, reduce=BF16))
 
 
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: dict[int, Pool]) -> None:
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: Pools) -> None:
     alike(pools, (1, 2, 4), reproduced)
 
 
@@ -207,17 +203,13 @@ def test_adapters(mesh: Any) -> None:
     router = abstract["layers"].tree["router"]
     assert router.a.compute == router.b.compute == F32
     assert abstract["layers"].tree["up"].a.compute is None
-    state, params, batches = begun(mesh, abstract)
+    state = ya.init(abstract, TX, mesh=mesh, precision=HALF)
     stored = {g.name: leaf.dtype for _, g, leaf in state.params["layers"].group_leaves()}
     assert stored["layers.frozen(float32)"] == F32
     assert stored["layers.frozen"] == BF16
-    plain = plain_of(abstract)
-    for _ in range(2):
-        _, grads = plain.value_and_grad(params, batches)
-        _, found = ya.value_and_grad(loss)(state.params, batches[mesh.get_rank()])
-        compare(plain.trained(found), plain.trained(grads), 1e-12, "adapters")
-        state, _ = ya.train_step(loss, TX)(state, batches[mesh.get_rank()])
-        params = whole_in_double(state)
+    one = {"zero3": ya.schedules.zero3()}
+    gradients(mesh, "shard", plain_of(abstract), one, 1, 1e-12, HALF)
+    three_steps(mesh, "shard", plain_of(abstract), one, 1, 1e-11, HALF)
 
 
 @on_ranks(2, 4)
@@ -232,13 +224,7 @@ def test_over_tensor(_: Any) -> None:
     }
     abstract = {"embed": normal(V, E), "layers": ya.Stacked(layer)}
 
-    mesh = ya.mesh(device="cpu", tensor=2)
-    state = ya.init(abstract, TX, mesh=mesh, precision=ya.Precision(F64))
-    batch = batch_of(0, rows=4)
-    expected = Plain(abstract, split_loss).value_and_grad(whole_in_double(state), [batch])
-    mine = ya.shard_batch(batch, mesh)
-    for schedule in (ya.schedules.zero2(), ya.schedules.zero3(remat=ya.schedules.remat.all)):
-        value, grads = ya.value_and_grad(split_loss, schedule=schedule)(state.params, mine)
+    for (value, grads), expected in gradients_over_tensor(abstract):
         compare(value, expected[0], 1e-12, "value")
         compare(grads, expected[1], 1e-6, "gradients")
         compare(grads["embed"], expected[1]["embed"], 1e-12, "gradients in float64")

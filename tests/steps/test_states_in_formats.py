@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import zlib
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,31 @@ import yafsdp_fn as ya
 from tests.harness.formats import (
     EXACT,
     F64,
+    RATE,
     STEPS,
+    TX,
     Halves,
+    Loop,
     Plain,
+    across_stages,
+    adamw,
     alike,
     crossed,
     crossing,
     loss,
     normal,
-    on_two_stages,
     planned_program,
     schedules_for,
     split_loss,
     split_tree,
+    three_steps,
     tree,
     two_steps_are_plain,
     two_steps_of_micro_shards,
 )
 from tests.harness.marks import nightly
 from tests.harness.oracle import batch_of, compare
-from tests.harness.pool import Pool, on_ranks
-from tests.harness.problems import Batch
+from tests.harness.pool import Pools, on_ranks
 from yafsdp_fn.communication.formats import Format, Roots, Scaled, Wire, passed
 from yafsdp_fn.params.tree import named_leaves
 
@@ -49,67 +52,15 @@ FORMATS: dict[str, tuple[Format, Wire]] = {
     "own": (Halves(), Wire()),
     "stochastic": (Roots(8, stochastic=True), Wire()),
 }
-B1, B2, RATE, EPS, DECAY = 0.9, 0.95, 1e-2, 1e-8, 0.1
 TOLERANCE = 1e-10
 """What a format rounds otherwise is off by 1e-3 at least."""
 
 
-def adamw(format: Format | None) -> ya.optim.GradientTransformation:
-    inside = ya.optim.adamw(RATE, B1, B2, EPS, DECAY)
-    if format is not None:
-        inside = ya.optim.in_format(inside, format)
-    return ya.optim.chain(ya.optim.clip_by_global_norm(1.0), inside)
-
-
-WHOLE = adamw(None)
-
-
-class Loop:
-    """Clipped AdamW on whole leaves, by hand. Moments pass through a format, a layer of a stacked leaf at a time."""
-
-    def __init__(self, plain: Plain, params: Any, format: Format | None) -> None:
-        self.plain, self.format, self.count = plain, format, 0
-        self.leaves = dict(zip(plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
-        self.mu, self.nu = ({name: torch.zeros_like(leaf) for name, leaf in self.leaves.items()} for _ in range(2))
-
-    def step(self, batches: list[Batch], parts: int, deferred: bool, per_node: int = 1) -> None:
-        _, found = self.plain.value_and_grad(list(self.leaves.values()), batches, parts, deferred, per_node)
-        grads = self.plain.trained(found)
-        self.count += 1
-        norm = math.sqrt(sum(float(grad.square().sum()) for grad in grads.values()))
-        for name, grad in grads.items():
-            grad = grad / max(norm, 1.0)
-            mu = B1 * self.mu[name] + (1 - B1) * grad
-            nu = B2 * self.nu[name] + (1 - B2) * grad.square()
-            update = mu / (1 - B1**self.count) / ((nu / (1 - B2**self.count)).sqrt() + EPS)
-            self.leaves[name] = self.leaves[name] - RATE * (update + DECAY * self.leaves[name])
-            format = self.format and self.format.at(self.count - 1)
-            self.mu[name], self.nu[name] = (self.plain.passed(name, format, each) for each in (mu, nu))
-
-    def compare(self, params: Any, what: str) -> None:
-        got = dict(zip(self.plain.names, optree.tree_leaves(ya.params.without_markers(params)), strict=True))
-        compare(got, self.leaves, TOLERANCE, what)
-
-
-def three_steps(mesh: Any, mesh_name: str, kind: str, formats: str, parts: int) -> None:
-    format, wire = FORMATS[formats]
-    abstract = tree(wire, kind)
-    tx = adamw(format)
-    schedules = schedules_for(mesh) | {"updates inside": ya.schedules.zero3(update=True)}
-    for name in (*STEPS, "updates inside"):
-        if name not in schedules:
-            continue
-        state = ya.init(abstract, tx, mesh=mesh, precision=EXACT)
-        loop = Loop(Plain(abstract), ya.unshard(state), format)
-        step = ya.train_step(loss, tx, schedule=schedules[name], microbatches=parts)
-        for number in range(3):
-            now = [batch_of(rank, seed=number) for rank in range(mesh.size())]
-            loop.step(now, parts, name == "zero1")
-            state, _ = step(state, now[mesh.get_rank()])
-            loop.compare(
-                ya.unshard(state), f"{mesh_name}, {kind}, {formats}, {parts} microbatches, {name}: step {number}"
-            )
-        assert {leaf.dtype for leaf in shards_of(state.opt_state)} == {torch.uint8}
+def on_a_rank(mesh: Any, name: str, kind: str, formats: str, parts: int) -> None:
+    moments, wire = FORMATS[formats]
+    every = schedules_for(mesh) | {"updates inside": ya.schedules.zero3(update=True)}
+    some = {schedule: build for schedule, build in every.items() if schedule in (*STEPS, "updates inside")}
+    three_steps(mesh, name, Plain(tree(wire, kind)), some, parts, TOLERANCE, moments=moments)
 
 
 def shards_of(tree: Any) -> list[Tensor]:
@@ -119,16 +70,9 @@ def shards_of(tree: Any) -> list[Tensor]:
 
 @crossing(FORMATS)
 def test_three_steps_are_those_of_the_plain_loop(
-    pools: dict[int, Pool], where: str, kind: str, formats: str, parts: int, how: str
+    pools: Pools, where: str, kind: str, formats: str, parts: int, how: str
 ) -> None:
-    crossed(pools, three_steps, where, kind, formats, parts, how)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("where", ["1 shard", "2 shard", "3 shard", "4 nodes"])
-def test_three_steps_with_stochastic_rounding(pools: dict[int, Pool], where: str) -> None:
-    """By day on one rank, in the crossing, and with the same bits on one, two and four."""
-    crossed(pools, three_steps, where, "plain", "stochastic", 1, "slots")
+    crossed(pools, on_a_rank, where, kind, formats, parts, how)
 
 
 # ---- with what else there is
@@ -164,7 +108,7 @@ def test_the_definition_on_a_plain_tree() -> None:
         marked = optree.tree_unflatten(optree.tree_structure(oracle.params), optree.tree_leaves(grads))
         loop.step([batch_of(0, seed=number)], 1, True)
         oracle = oracle.apply_gradients(marked, tx)
-        loop.compare(oracle.params, "a plain tree")
+        loop.compare(oracle.params, TOLERANCE, "a plain tree")
 
 
 def reproduced(_: Any, stochastic: bool) -> int:
@@ -172,25 +116,14 @@ def reproduced(_: Any, stochastic: bool) -> int:
 
 
 @pytest.mark.parametrize("stochastic", [nightly(False), True])
-def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(
-    pools: dict[int, Pool], stochastic: bool
-) -> None:
+def test_a_deterministic_mesh_has_the_same_bits_at_every_number_of_ranks(pools: Pools, stochastic: bool) -> None:
     alike(pools, (1, 2, 4), reproduced, stochastic)
 
 
 @on_ranks()
 @pytest.mark.parametrize(("world", "kind"), [(2, "marked"), nightly(4, "tied")])
 def test_across_stages(_: Any, kind: str) -> None:
-    tx = adamw(ROOTS)
-    abstract = tree(Wire(), kind)
-    for order in (ya.schedules.one_f_one_b, ya.schedules.zero_bubble):
-        state, batches, mine = on_two_stages(loss, abstract, tx, EXACT)
-        step = ya.train_step(loss, tx, schedule=order(ya.schedules.zero3()), microbatches=3)
-        loop = Loop(Plain(abstract), ya.unshard(state), ROOTS)
-        for _ in range(2):
-            loop.step(batches, 3, False)
-            state, _ = step(state, mine)
-        loop.compare(ya.unshard(state), f"stages, {kind}, {order.__name__}")
+    across_stages(Plain(tree(Wire(), kind)), ya.schedules.zero3(), TOLERANCE, moments=ROOTS)
 
 
 def over_tensor(_: Any, directory: Path, adapters: bool) -> int:
@@ -224,7 +157,7 @@ def sum_of_bits(*trees: Any) -> int:
 
 
 @pytest.mark.parametrize("adapters", [False, True])
-def test_over_tensor(pools: dict[int, Pool], tmp_path: Path, adapters: bool) -> None:
+def test_over_tensor(pools: Pools, tmp_path: Path, adapters: bool) -> None:
     alike(pools, (1, 2, 4), over_tensor, tmp_path, adapters)
 
 
@@ -301,7 +234,7 @@ def saved(mesh: Any, directory: Path, stochastic: bool) -> int:
     found = sum_of_bits(ya.unshard(loaded.params), ya.unshard(loaded.opt_state))
     moved = ya.shard(loaded, tx, mesh=ya.mesh(device="cpu", replicate=mesh.size()))
     assert sum_of_bits(ya.unshard(moved.params), ya.unshard(moved.opt_state)) == found
-    for other, what in ((WHOLE, r"ya.shard\(state, tx\) then carries over"), (adamw(Scaled(block=32)), "roots/32")):
+    for other, what in ((TX, r"ya.shard\(state, tx\) then carries over"), (adamw(Scaled(block=32)), "roots/32")):
         like = ya.init(abstract, other, mesh=mesh, precision=EXACT, seed=1)
         with pytest.raises(ya.checkpoint.CheckpointError, match=what):
             ya.checkpoint.load(directory, like)
@@ -312,7 +245,7 @@ def saved(mesh: Any, directory: Path, stochastic: bool) -> int:
 
 
 @pytest.mark.parametrize("stochastic", [nightly(False), True])
-def test_checkpoints_hold_the_bits(pools: dict[int, Pool], tmp_path: Path, stochastic: bool) -> None:
+def test_checkpoints_hold_the_bits(pools: Pools, tmp_path: Path, stochastic: bool) -> None:
     alike(pools, (2, 1, 3), saved, tmp_path, stochastic)
 
 
@@ -321,19 +254,19 @@ def test_states_are_carried_over(mesh: Any) -> None:
     """A state goes into a format, out of it, and into another; so do other groups of leaves."""
     batch = batch_of(mesh.get_rank())
     light = adamw(ROOTS)
-    state, _ = ya.train_step(loss, WHOLE)(ya.init(tree(Wire()), WHOLE, mesh=mesh, precision=EXACT), batch)
+    state, _ = ya.train_step(loss, TX)(ya.init(tree(Wire()), TX, mesh=mesh, precision=EXACT), batch)
     before = dict(named_leaves(ya.unshard(state.opt_state)))
     pinned = tree(Wire())
     pinned["layers"].tree["gain"] = ya.Pinned(pinned["layers"].tree["gain"])
     for format, like in ((ROOTS, tree(Wire())), (Roots(48), pinned)):
         other = ya.shard(ya.shard(state, light), adamw(format), like=like)
         other = ya.shard(ya.shard(state, adamw(format), like=like), adamw(format), mesh=other.mesh)
-        for name, leaf in named_leaves(ya.unshard(ya.shard(other, WHOLE, like=tree(Wire())).opt_state)):
+        for name, leaf in named_leaves(ya.unshard(ya.shard(other, TX, like=tree(Wire())).opt_state)):
             by_layer = "layers" in name and not (like is pinned and "gain" in name)
             rows = before[name] if by_layer or not leaf.ndim else before[name][None]
             expected = torch.stack([passed(format, row) for row in rows]).view(leaf.shape) if leaf.ndim else rows
             compare([leaf], [expected], 1e-6, name)  # a scale may be rounded twice
-    for other, what in ((WHOLE, "none of"), (adamw(Roots(4)), "the state is in roots/8, not in this optimizer's")):
+    for other, what in ((TX, "none of"), (adamw(Roots(4)), "the state is in roots/8, not in this optimizer's")):
         with pytest.raises(TypeError, match=what):
             ya.train_step(loss, other)(ya.shard(state, light), batch)
 
