@@ -177,21 +177,6 @@ def test_a_mixture_has_its_shares_and_epochs_of_each_source(tmp_path: Path) -> N
         shares((1.0, 1e-5))
 
 
-def test_a_mixture_with_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "a.md").write_text("plain text " * 40)
-    glob = jsonl(tmp_path, texts(50))
-    mixed, _ = opened(
-        tmp_path, 0, datasets=(glob,), files=(f"{tmp_path}/x/*",), streaming=True, heldout_fraction=0, weights=(1, 2)
-    )
-    rows, _ = read(mixed, 0, 120)
-    first, position = read(mixed, 0, 47)
-    assert isinstance(position, dict)
-    assert position["sources"][0] is None
-    assert first + read(mixed, position, 73)[0] == rows
-    assert 25 < sum(set(row) <= set(b"plain text") for row in rows) < 55
-
-
 # ---- tokenizers
 
 
