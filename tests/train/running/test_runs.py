@@ -151,6 +151,14 @@ def test_ranks_that_were_started_differently_are_told_each_field(pools: Pools, t
     assert [path.name for path in (tmp_path / "runs").iterdir()] == [".tokens"]
 
 
+def test_other_content_of_the_same_size_is_noticed_on_resume(runs: Runs, tmp_path: Path) -> None:
+    path = text(tmp_path, 100)
+    runs(2, given=(killed, 6))
+    path.write_text(path.read_text().replace("00000050", "00000051"))
+    for one in runs(2, "--resume"):
+        assert "ConfigError: --resume: the text is not that of the run" in one.error
+
+
 def test_a_checkpoint_of_another_seed_and_another_held_out_text_are_told(runs: Runs, tmp_path: Path) -> None:
     heldout = tmp_path / "heldout"
     heldout.write_text("0123456789abcdef" * 30)
