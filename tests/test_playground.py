@@ -1,6 +1,6 @@
 """docs/playground: its Python where there is no torch, and the page in a browser.
 
-python -m tests.test_playground      first paint, and changes of a program of 32 layers, in milliseconds
+python -m tests.test_playground docs/images/playground.png      takes the picture of docs/schedules.md
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -408,34 +407,15 @@ def test_names_of_an_imported_program_are_text(page: Page, ask: Ask, tmp_path: P
     assert shown["right"] + shown["refused"] > 30
 
 
-def report(picture: Path | None) -> None:
-    """Prints how long the page takes, with a program of 32 layers, and writes what a smaller one looks like."""
+def report(picture: Path) -> None:
+    """Writes what the page looks like, with an op of a small program moved."""
     with tempfile.TemporaryDirectory() as scratch, served(built(Path(scratch) / "page")) as url, Page() as page:
         page.begin(url)
-        paint, ready = page.evaluate("[performance.getEntriesByType('paint')[0].startTime, performance.now()]")
-        page.choose("trace", SEVEN["file"])
-        page.click(f"#op-{page.row('gather layers[9]')}")
-        right = [page.changed(lambda: page.press("ArrowUp", alt=True))]
-        for _ in range(9):
-            right += [page.undo(), page.changed(lambda: page.click("#redo"))]
-        refused = []
-        for _ in range(10):
-            refused.append(page.delete(9))
-            page.undo()
-        print(f"first paint {paint:.0f} ms, the first program {ready / 1e3:.1f} s")
-        for name, said in ("right", right), ("refused", refused):
-            assert {each["state"] for each in said} == {name}
-            ms, python = ([float(each[key]) for each in said] for key in ("changeMs", "pythonMs"))
-            middle = statistics.median(ms)
-            inside = statistics.median(python)
-            print(f"{len(ms)} changes, {name}: median {middle:.0f} ms, most {max(ms):.0f} ms; Python {inside:.0f} ms")
-        if picture is not None:
-            page.size(1280, 980)
-            page.choose("trace", SMALL["file"])
-            page.click(f"#op-{page.row('gather layers[0]')}")
-            page.changed(lambda: page.press("ArrowUp", alt=True))
-            page.picture(picture)
+        page.size(1280, 980)
+        page.click(f"#op-{page.row('gather layers[0]')}")
+        page.changed(lambda: page.press("ArrowUp", alt=True))
+        page.picture(picture)
 
 
 if __name__ == "__main__":
-    report(Path(sys.argv[1]) if sys.argv[1:] else None)
+    report(Path(sys.argv[1]))

@@ -17,6 +17,7 @@ from tests.harness.oracle import compare, joined, plain, whole
 from tests.harness.pages import blocks, doc
 from tests.harness.pool import Pools, on_ranks
 from tests.harness.small import assert_equal, batch, block, embed, loss, model, one_rank
+from tests.test_curvature_recipe import logits
 from yafsdp_fn.params.sharded import trainable
 from yafsdp_fn.params.tree import named_leaves
 
@@ -225,16 +226,10 @@ def test_the_code_runs(pools: Pools, world: int, heading: str, tmp_path: Path) -
 def in_the_loss(params: Any, own: Any) -> Tensor:
     """From a teacher that is in the batch, and pulled towards it."""
     with torch.no_grad():
-        soft = apart(own["teacher"], own["tokens"]).softmax(-1)
-    entropy = torch.nn.functional.cross_entropy(apart(params, own["tokens"]).flatten(0, 1), soft.flatten(0, 1))
+        soft = logits(own["teacher"], own).softmax(-1)
+    entropy = torch.nn.functional.cross_entropy(logits(params, own).flatten(0, 1), soft.flatten(0, 1))
     difference = optree.tree_map(torch.sub, *map(ya.params.without_markers, (params, own["teacher"])))
     return entropy + 0.1 * ya.vdot(difference, difference)
-
-
-def apart(params: Any, tokens: Tensor) -> Tensor:
-    x = ya.apply(embed, params.embed, tokens)
-    x, _ = ya.scan(block, x, params.layers)
-    return ya.apply(unembed, params.head, x)
 
 
 @on_ranks(1, 2)

@@ -33,6 +33,7 @@ from benchmarks.emulated import emulate
 from models import llama
 from tests.harness import readme
 from tests.harness.child_process import InChild
+from tests.harness.failing import same
 from tests.harness.gpu import ON_GPU
 from tests.harness.pages import ROOT
 from yafsdp_fn.communication.cuda_streams import CudaEvent, CudaStream
@@ -240,7 +241,7 @@ def disturbed(seed: int) -> Iterator[None]:
 def differences(name: str, ranks: int, seeds: int, ordered: bool = True) -> list[str]:
     """What a disturbed run changes. ordered: False takes all waits of streams for each other away"""
     expected = train(name, ranks)
-    assert alike(expected, train(name, ranks)), "two plain runs differ, so that this tells nothing"
+    assert same(expected, train(name, ranks)), "two plain runs differ, so that this tells nothing"
     assert all(bool(x.isfinite().all()) for x in expected)
     found = []
     for seed in range(seeds):
@@ -248,16 +249,11 @@ def differences(name: str, ranks: int, seeds: int, ordered: bool = True) -> list
             unordered = mock.patch.object(CudaEvent, "wait", lambda self: None)
             with contextlib.nullcontext() if ordered else unordered:
                 got = train(name, ranks)
-        if not alike(expected, got):
+        if not same(expected, got):
             wrong = [n for n, (x, y) in enumerate(zip(expected, got, strict=True)) if not torch.equal(x, y)]
             nans = sum(int(x.isnan().sum()) for x in got)
             found.append(f"seed {seed}: {len(wrong)} of {len(got)} tensors, the first is {wrong[0]}; {nans} NaN")
     return found
-
-
-def alike(one: list[Tensor], two: list[Tensor]) -> bool:
-    """Bit by bit, unless there are NaN, which are never alike."""
-    return len(one) == len(two) and all(torch.equal(x, y) for x, y in zip(one, two, strict=True))
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("kept graphs", RANKS), ("offloaded", 1)])

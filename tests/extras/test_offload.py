@@ -42,7 +42,7 @@ from tests.steps.test_delays import delayed, without_waits
 from tests.steps.test_exceptions import FORWARD, RECOMPUTED, later_steps
 from tests.steps.test_layer_major import layer_major
 from yafsdp_fn.communication.communicators import communicators
-from yafsdp_fn.schedules import Backward, Fetch, Forward, Offload, Op, Program, Trace
+from yafsdp_fn.schedules import Backward, Fetch, Offload, Op, Program, Trace
 
 zero2 = ya.schedules.zero2
 zero3 = ya.schedules.zero3
@@ -262,35 +262,6 @@ def test_an_exception_in_any_event_leaves_the_state_usable(mesh: Any, error: typ
     with delayed({"offload": (1.0, 4e-3)}, seed=0):
         events = later_steps(failing.state(mesh), error, schedule=zero3(remat=remat.offload()))
     assert events == [*FORWARD, *RECOMPUTED]
-
-
-# ---- programs and timelines
-
-
-@on_ranks(2)
-def test_copies_are_recorded_and_programs_saved(mesh: Any) -> None:
-    state = ya.init(base_params(5), TX, mesh=mesh)
-    step = ya.train_step(base_loss, TX, schedule=zero3(remat=remat.offload()), microbatches=3)
-    for _ in range(2):
-        state, _ = step(state, batch_of(0))
-    with ya.timeline.record() as recording:
-        state, _ = step(state, batch_of(0))
-    timeline = recording.timeline()
-    assert "offload" in timeline.streams
-    assert "offload" in str(timeline)
-    spans = timeline.spans
-    program = step.program(state)
-    copies = [span for span in spans if span.stream == "offload"]
-    assert [span.op for span in copies] == [op for op in program.ops if isinstance(op, Offload | Fetch)]
-    for span in copies:
-        same = [s for s in spans if isinstance(s.op, Forward | Backward) and s.op.visit == span.op.visit]
-        if isinstance(span.op, Offload):
-            assert max(s.end for s in same if s.number < span.number) <= span.start
-        else:
-            assert min(s.start for s in same if s.number > span.number) >= span.end
-    again = ya.train_step(base_loss, TX, schedule=Program.from_json(program.to_json()), microbatches=3)
-    state, _ = again(state, batch_of(0))
-    assert again.program(state).fingerprint() == program.fingerprint()
 
 
 # ---- on a GPU

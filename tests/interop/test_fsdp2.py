@@ -44,21 +44,22 @@ def every(module: Model, mesh: Any) -> None:
     fully_shard(module, mesh=mesh)
 
 
+def prefetching(wrapped: list[Any], ahead: int) -> None:
+    """Lists of the next `ahead` of what is wrapped."""
+    for number, part in enumerate(wrapped):
+        part.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 1 + ahead])
+        part.set_modules_to_backward_prefetch(wrapped[max(0, number - ahead) : number][::-1])
+
+
 def listed(module: Model, mesh: Any) -> None:
     every(module, mesh)
-    wrapped: Any = [module.embed, *module.layers, module.norm]
-    for number, part in enumerate(wrapped):
-        part.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 3])
-        part.set_modules_to_backward_prefetch(wrapped[max(0, number - 2) : number][::-1])
+    prefetching([module.embed, *module.layers, module.norm], 2)
 
 
 def whole_listed(module: Model, mesh: Any) -> None:
     """Lists of the whole, too, which is entered once: at the embedding, and not again at the norm."""
     layers_and_whole(module, mesh)
-    wrapped: Any = [module, *module.layers]
-    for number, part in enumerate(wrapped):
-        part.set_modules_to_forward_prefetch(wrapped[number + 1 : number + 2])
-        part.set_modules_to_backward_prefetch(wrapped[max(0, number - 1) : number])
+    prefetching([module, *module.layers], 1)
 
 
 SAME: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {

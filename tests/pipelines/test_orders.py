@@ -10,18 +10,18 @@ import pytest
 
 from tests.harness.marks import nightly
 from tests.pipelines.orders import ORDERS, SHARDINGS, homes, whole
+from tests.planner.bubbles import split_of
 from tests.program.traces import cut, model, on
 from tests.proof.overlapped import right
 from tests.schedules.cases import EVERY
 from yafsdp_fn.interop.actions import KINDS
 from yafsdp_fn.pipelines import orders
 from yafsdp_fn.pipelines.messages import SPAN, UNIT, times, with_messages
-from yafsdp_fn.pipelines.orders import FACTORIES
+from yafsdp_fn.pipelines.orders import FACTORIES, V_SHAPED
 from yafsdp_fn.proof.stages import all_end
 from yafsdp_fn.schedules import (
     Backward,
     Call,
-    Flow,
     Forward,
     Gather,
     Program,
@@ -42,10 +42,8 @@ from yafsdp_fn.schedules import (
 )
 
 
-def split(order: str, stages: int, per_stage: int = 2) -> Split:
-    places = tuple(range(stages)) * per_stage if order == "interleaved" else homes(order, stages)
-    flows = tuple(Flow(k, k + 1, 64, 32) for k in range(len(places) - 1))
-    return Split(tuple((k, k + 1) for k in range(len(places))), places, flows)
+def split(order: str, stages: int) -> Split:
+    return split_of(stages, 2 if order == "interleaved" else 1, v=order in V_SHAPED)
 
 
 def length(of: Split, rows: Sequence[Sequence[Call]]) -> float:
@@ -103,7 +101,7 @@ def test_what_interleaved_keeps(stages: int) -> None:
     """As docs/schedules.md has it: P + (P - 1) / v microbatches where P divides M, at most 2 P - 1 else."""
     P = stages
     for v, M in itertools.product((2, 3, 4), range(1, 4 * P + 1)):
-        of = split("interleaved", P, v)
+        of = split_of(P, v)
         rows = orders.interleaved_calls(of, M)
         G = -(-M // max(1, M // P))
         segments = max(map(under_way, rows))

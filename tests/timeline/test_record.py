@@ -29,6 +29,7 @@ SCHEDULES = {
     "zero3 update": s.zero3(update=True),
     "zero2 update": s.zero2(update=True),
     "zero1": s.zero1(),
+    "offload": s.zero3(remat=remat.offload()),
 }
 
 

@@ -18,9 +18,8 @@ AXES = ("--mesh.tensor", "2", "--mesh.sequence", "--mesh.context", "2")
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("moves", [False, True])
-def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves: bool) -> None:
-    """moves: it goes on with other ranks, and across stages"""
+def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path) -> None:
+    """And goes on with other ranks, and across stages."""
     alone = texts(tmp_path / "alone")
     folder = texts(tmp_path / "axes")
     sizes = {"context": 2, "tensor": 2}
@@ -30,8 +29,6 @@ def test_a_run_over_axes_is_that_of_one_rank(pools: Pools, tmp_path: Path, moves
         assert run.error == "Killed: ", run
     inside.fine(pools[4].run(spread, (*argv, "--resume"), sizes))
     alike(folder, alone)
-    if not moves:
-        return
     whole = ("--mesh.stage", "1", "--mesh.tensor", "1", "--mesh.no-sequence")
     two = ("--mesh.tensor", "2", "--mesh.context", "1")
     for steps, ranks, sizes, more in (

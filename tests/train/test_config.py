@@ -17,9 +17,11 @@ from tests.harness.damage import byte_damage, json_damage
 from tests.harness.marks import nightly
 from tests.program.traces import model
 from tests.train.inside import resumed
+from train import tokenizer
 from train.__main__ import main
 from train.config import ConfigError, Data, Mesh, Optim, Sharding
 from train.config_json import differences, from_json, to_json
+from train.data.tokenizer import Bytes
 from train.running import run, setup
 from train.settings import Config, Settings, Tuning
 from yafsdp_fn.schedules import Forward, Offload
@@ -102,6 +104,9 @@ def on_stages(**sharding: Any) -> Config:
             "mesh.stage is 2, sharding.chunks 2: layer-major microbatches would go through all stages layer by layer",
         ),
         (lambda: setup.model_config("gpt"), "model is 'gpt'; did you mean gpt2 or "),
+        (lambda: setup.vocabulary("debug", 100, Bytes()), "vocabulary of 100: the tokenizer needs 256"),
+        (lambda: Optim(decay_steps=3), "optim.decay_steps is 3, optim.decay cosine: only wsd takes it"),
+        (lambda: tokenizer.Config(Path(), 100), "vocab is 100: expected 512"),
         (lambda: Config(steps=10, optim=Optim(warmup=10)), "optim.warmup 10 is not shorter than the run, steps 10"),
     ],
 )

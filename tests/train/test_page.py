@@ -73,6 +73,9 @@ class Page(HTMLParser):
         if "style" not in self.open:
             self.words.append(data)
 
+    def says(self, *texts: str) -> None:
+        assert [text for text in texts if text not in self.text] == []
+
 
 def page(*argv: str | Path) -> Page:
     out = Path(argv[0]).parent / "page.html"
@@ -108,46 +111,48 @@ def test_the_page_says_what_the_run_did_and_needs_nothing_else(folder: Path) -> 
     assert run.program is not None
     assert run.machine is not None
     assert not re.search(r"(src|href)=\"(?!data:)|@import|url\(|<script", found.raw)
-    assert f"Finished after step {STEPS} of {STEPS}" in found.text
-    assert f"{run.evaluations[-1]['eval_loss']:.4f} nats a byte; step {STEPS}" in found.text
-    assert "loss, nats a byte" in found.text
-    assert "median; a token is a byte" in found.text
-    assert "tokens in 1 document" in found.text
     assert "not written down" not in found.text
-    assert all(f"loss {number(row['loss'])}" in found.text for row in run.steps)  # under the pointer
     assert found.raw.count('<svg class="chart"') == 4
     assert found.raw.count('<img class="picture"') == 1
     predicted = ya.planner.simulate(run.program, run.machine)
-    assert f"step {shown(predicted.seconds)} {shown(run.timeline.seconds)}" in found.text
     least = ya.planner.Plan.of(run.program, run.machine).least
-    assert f"The bound there, below the prediction: {least.against(predicted.seconds)}." in found.text
     memory = ya.planner.predict_memory(run.program, device="cpu")
-    assert f"peak {size(memory.peak_bytes)}" in found.text
-    assert memory.at in found.text
-    assert "optim.learning_rate 0.001 0.002" in found.text
-    assert "forward layers[0] in slot" in found.text
-    elsewhere = page(folder / "a", "--cluster", "h100-80g")
-    assert shown(ya.planner.simulate(run.program, "h100-80g").seconds) in elsewhere.text
-    assert "figures of h100" in elsewhere.text
+    found.says(
+        f"Finished after step {STEPS} of {STEPS}",
+        f"{run.evaluations[-1]['eval_loss']:.4f} nats a byte; step {STEPS}",
+        "loss, nats a byte",
+        "median; a token is a byte",
+        "tokens in 1 document",
+        *(f"loss {number(row['loss'])}" for row in run.steps),  # under the pointer
+        f"step {shown(predicted.seconds)} {shown(run.timeline.seconds)}",
+        f"The bound there, below the prediction: {least.against(predicted.seconds)}.",
+        f"peak {size(memory.peak_bytes)}",
+        memory.at,
+        "optim.learning_rate 0.001 0.002",
+        "forward layers[0] in slot",
+    )
+    elsewhere = ya.planner.simulate(run.program, "h100-80g")
+    page(folder / "a", "--cluster", "h100-80g").says(shown(elsewhere.seconds), "figures of h100")
 
 
 def test_two_runs_beside_each_other(folder: Path) -> None:
     a = read(folder / "a")
     b = read(folder / "plain")
     found = page(folder / "a", folder / "plain")
-    assert "calibrate True False" in found.text
-    assert "timeline_every 50 0" in found.text
-    held = [run.evaluations[-1]["eval_loss"] for run in (a, b)]
-    assert f"held-out loss, last nats a byte {number(held[0])} {number(held[1])} 1.000" in found.text
+    held = [number(run.evaluations[-1]["eval_loss"]) for run in (a, b)]
+    found.says(
+        "calibrate True False",
+        "timeline_every 50 0",
+        f"held-out loss, last nats a byte {held[0]} {held[1]} 1.000",
+        "Not both of them have recorded one",
+    )
     assert re.search(r"step, median m?s [\d.]+ [\d.]+ ", found.text)
     assert re.search(r"most memory [GM]iB [\d.]+ [\d.]+ ", found.text)
     assert found.raw.count('<svg class="chart"') == 4
     assert "Their tokens" not in found.text
-    assert "Not both of them have recorded one" in found.text
     twice = page(folder / "a", folder / "a")
     assert twice.raw.count('<img class="picture"') == 1
-    assert " schedule ranks microbatches step " in twice.text
-    assert "step +0.0%, " in twice.text
+    twice.says(" schedule ranks microbatches step ", "step +0.0%, ")
 
 
 @pytest.fixture
@@ -170,11 +175,13 @@ def test_tokens_that_are_not_the_same_have_no_ratio(folder: Path, mine: Path, be
         (path / "events.jsonl").write_text(re.sub(r', "unit": "byte", "tokenizer": "bytes"', counted, events))
     for pair, units in (((folder / "a", mine), ("byte", "token")), ((mine, other), ("token", "token"))):
         held, found, (a, b) = number(read(mine).series("eval_loss")[-1][1]), page(*pair), units
-        assert f"held-out loss, last {held} nats a {a} {held} nats a {b} most memory" in found.text
-        assert "what is by the token has no ratio" in found.text
         assert found.raw.count('<svg class="chart"') == 6
-        assert f"loss, nats a {a}" in found.text
-        assert "speed, median tokens/s" in found.text
+        found.says(
+            f"held-out loss, last {held} nats a {a} {held} nats a {b} most memory",
+            "what is by the token has no ratio",
+            f"loss, nats a {a}",
+            "speed, median tokens/s",
+        )
         assert not re.search(r"speed, median tokens/s \S+ \S+ \d", found.text)
     assert page(mine, mine).raw.count('<svg class="chart"') == (6 if before else 4)
 
@@ -184,8 +191,7 @@ def test_a_run_of_before_says_what_is_missing(mine: Path) -> None:
         (mine / name).unlink()
     found = page(mine)
     assert "<h1>x&lt;i&gt;&amp;</h1>" in found.raw
-    assert "it has no events.jsonl" in found.text
-    assert "it has no timeline.json" in found.text
+    found.says("it has no events.jsonl", "it has no timeline.json")
     assert main([str(mine), "--cluster", "h100-80g"]) == 2, "it would be left unused"
 
 
@@ -195,23 +201,22 @@ def test_runs_that_ended_otherwise(mine: Path) -> None:
     end = json.loads(events[-1])
     warning = {"time": start["time"], "event": "warning", "text": "step 3: <not> finite"}
 
-    def said(*lines: Any) -> str:
+    def written(*lines: Any) -> Page:
         (mine / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return page(mine).text
+        return page(mine)
 
     rows = (mine / "metrics.jsonl").read_text().splitlines(keepends=True)
     kept = [row for row in rows if json.loads(row)["step"] <= 7]
     (mine / "metrics.jsonl").write_text("".join(kept) + '{"step": 8, "lo')  # killed in the middle of a line
 
-    assert "After step 7 of 12; no end was written: it goes on, or it was killed" in said(start)
-    failed = said(start, warning, end | {"error": "CommunicationError: rank 1 is gone"})
-    assert "Failed after step 7 of 12: CommunicationError: rank 1 is gone" in failed
-    assert "warning: step 3: <not> finite" in failed
-    assert "Stopped after step 7 of 12; --name x<i>& --resume goes on" in said(start, end)
-    assert "end, after step 12" in page(mine).text
-    killed_first = said(start, start | {"step": 4, "attempt": 1}, end)
-    assert "start, from step 4, restart 1" in killed_first
-    assert "2 starts, 1 without an end and not counted" in killed_first
+    written(start).says("After step 7 of 12; no end was written: it goes on, or it was killed")
+    written(start, warning, end | {"error": "CommunicationError: rank 1 is gone"}).says(
+        "Failed after step 7 of 12: CommunicationError: rank 1 is gone", "warning: step 3: <not> finite"
+    )
+    written(start, end).says("Stopped after step 7 of 12; --name x<i>& --resume goes on", "end, after step 12")
+    written(start, start | {"step": 4, "attempt": 1}, end).says(
+        "start, from step 4, restart 1", "2 starts, 1 without an end and not counted"
+    )
 
 
 def spoilt(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:

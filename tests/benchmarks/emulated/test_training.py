@@ -1,24 +1,20 @@
-"""FSDP2, DDP and this toolkit train as one rank of 64, none of them changed for it."""
+"""FSDP2 and DDP train as one rank of 64, neither of them changed for it; this toolkit: test_simulated.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import optree
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import yafsdp_fn as ya
 from benchmarks.emulated import emulate
-from tests.benchmarks.emulated.toy import Loss, batch, cluster, params
+from tests.benchmarks.emulated.toy import cluster
 from tests.harness.child_process import in_child_process
-from yafsdp_fn.schedules import Gather, Reduce
 
 RANKS, STEPS, RATE, E = 64, 4, 0.5, 64
 
@@ -102,53 +98,3 @@ def test_ddp_trains_as_on_one_rank() -> None:
         losses = steps(DistributedDataParallel(module()))
     assert losses == pytest.approx(steps(module()), rel=1e-5)
     assert losses[-1] < 0.9 * losses[0]
-
-
-SCHEDULES = {
-    "zero3": ({}, ya.schedules.zero3(), 2, ya.Precision()),
-    "hsdp": ({"replicate": 8}, ya.schedules.hsdp(remat="every:2"), 1, ya.Precision()),
-    "hpz": ({"local": 8}, ya.schedules.hpz(2), 1, ya.Precision()),
-    "ddp": ({"replicate": -1, "shard": 1}, ya.schedules.ddp(), 1, ya.Precision()),
-    "accumulate": ({"local": 8}, ya.schedules.zero3(update=True), 1, ya.Precision(accumulate=torch.float64)),
-    "two ranks": ({"replicate": 32}, ya.schedules.zero2(), 1, ya.Precision()),
-}
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@in_child_process
-def test_ours_trains_the_model_whose_shards_are_alike(name: str) -> None:
-    mesh_of, schedule, microbatches, precision = SCHEDULES[name]
-    tx = ya.optim.sgd(RATE)
-    with emulate(cluster(1e-3), RANKS) as emulation:
-        mesh = ya.mesh(device="cpu", **mesh_of)
-        state = ya.init(params(), tx, mesh=mesh, precision=precision)
-        first = [weight.clone() for weight in optree.tree_leaves(ya.unshard(state.params))]
-        step = ya.train_step(Loss(), tx, schedule=schedule, microbatches=microbatches)
-        losses = []
-        for _ in range(STEPS):
-            state.memory.comms.drain()  # gathers for the next step, which nobody has waited for
-            before = emulation.issued
-            state, metrics = step(state, batch())
-            losses.append(float(metrics["loss"]))
-        program = step.program(state)
-        assert program is not None
-        state.memory.comms.drain()
-        issued = emulation.issued - before
-        state.memory.comms.must_agree("a text", {"part": "text"})
-    assert not dist.is_initialized()
-    embed, head, layers = first
-
-    def loss(weights: list[Tensor]) -> Tensor:
-        tree = {"embed": weights[0], "head": weights[1], "layers": ya.Stacked(torch.stack(weights[2:]))}
-        return Loss()(tree, batch())
-
-    ranks = {"hsdp": 8, "ddp": 1, "two ranks": 2}.get(name, RANKS)
-    assert losses == pytest.approx(tied(loss, [embed, head, *layers], ranks), rel=1e-4)
-    if name == "ddp":
-        assert issued.keys() == {"all_reduce"}
-    elif name == "accumulate":  # within each of 8 nodes, then between them
-        assert issued["all_gather"] == program.count(Gather)
-        assert issued["all_to_all"] == 9 * program.count(Reduce)
-    else:
-        assert issued["all_gather"] == program.count(Gather)
-        assert issued["reduce_scatter"] == program.count(Reduce)

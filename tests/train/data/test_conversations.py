@@ -10,7 +10,6 @@ import signal
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,13 @@ import numpy as np
 import pandas
 import pytest
 
-from tests.harness.pool import Pools
 from tests.train.data.tables import on_the_hub
 from train import tokenizer
 from train.config import Chats, ConfigError
 from train.data import store
 from train.data import tokenizer as tokenizers
-from train.data.conversations import ByteChat, Chat, Conversations, Encoded, chat_of
+from train.data.conversations import ByteChat, Chat, Conversations, chat_of
 from train.data.documents import Docstrings, Messages
-from train.data.rows import Place, batches
 from train.data.sources import open_conversations
 from train.data.tokenizer import Bytes, Pretrained
 
@@ -192,16 +189,6 @@ def test_what_ends_no_answer_is_said(learnt: Pretrained, tmp_path: Path) -> None
         assert bool(words) == ("no end is learnt" in rows.describe())
 
 
-def test_pieces_of_a_template_are_those_of_the_whole_conversation(learnt: Pretrained, tmp_path: Path) -> None:
-    chat = chat_of(learnt)
-    found = [TALK * 3, TALK, pair("One?", "Two. " * 30), TALK[1:3]]
-    for seq_len in (16, 41, 1000):
-        rows = Conversations.of("text", [Said(found)], learnt, chat, seq_len, tmp_path)
-        expected = [piece for messages in found for piece in plain(chat.encode(messages), seq_len)]
-        assert sorted(taken_apart(rows)) == sorted(expected)
-    assert len(list(tmp_path.glob("*/facts.json"))) == 4, "tokens once, and rows of each length"
-
-
 def test_conversations_come_one_by_one_and_no_more_are_held(tmp_path: Path) -> None:
     """A data set that does not fit into memory: of a thousand conversations of 64 KiB, few are there at once, and what
     is allocated at the most does not grow with their number."""
@@ -355,34 +342,6 @@ def test_who_makes_tokens_shows_that_it_lives(tmp_path: Path, monkeypatch: pytes
 
     rows_of(Slow(few(9)), tmp_path)
     assert any(re.fullmatch(r"making tokens of these: 9 documents, \d+ tokens so far", line) for line in said)
-
-
-def read_on_ranks(mesh: Any, cache: Path, steps: int) -> tuple[int, str, list[list[list[int]]]]:
-    """Conversations that this rank wrote, the rows' fingerprint, and its part of the first steps of two rows each."""
-    written = []
-    encode = ByteChat.encode
-
-    def counted(self: ByteChat, messages: Messages) -> Encoded:
-        written.append(messages)
-        time.sleep(0.005)  # so that the other one comes while this one is at it
-        return encode(self, messages)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ByteChat, "encode", counted)
-        rows = rows_of(Said(few(40)), cache, 6)
-    place = Place.of(mesh)
-    found = islice(batches(rows, 8, 2 // place.ranks, place, seed=5), steps)
-    return len(written), rows.fingerprint(), [batch["targets"].tolist() for batch, _ in found]
-
-
-def test_one_of_two_ranks_writes_conversations_and_steps_are_those_of_one_rank(pools: Pools, tmp_path: Path) -> None:
-    """Conversations are longer than a row; steps go into the second epoch."""
-    two = pools[2].run(read_on_ranks, tmp_path / "two", 60)
-    ((wrote, known_as, alone),) = pools[1].run(read_on_ranks, tmp_path / "one", 60)
-    assert sorted(count for count, *_ in two) == [0, 40]
-    assert wrote == 40
-    assert [name for _, name, _ in two] == [known_as] * 2
-    assert [first + second for first, second in zip(two[0][2], two[1][2], strict=True)] == alone
 
 
 def test_docstrings_are_signatures_and_what_they_do(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,8 @@ import torch
 
 from tests.harness.pool import Pools
 from tests.train.data.tables import lists, rows_of, stopped_and_taken_up, texts
-from tests.train.data.test_runs_on_data import together
 from tests.train.data.test_sources import opened
-from tests.train.inside import WINDOW, flags, inside, killed, of_others, resumed, without
+from tests.train.inside import WINDOW, Run, flags, inside, killed, of_others, resumed, without
 from train.config import ConfigError, Data
 from train.data.foreign import Pipeline, from_json, to_json
 from train.data.rows import Indexed, Mixed, Row, Rows
@@ -379,6 +378,11 @@ def test_pipelines_are_sources_like_others(tmp_path: Path) -> None:
 
 
 # ---- runs
+
+
+def together(ranks: Sequence[Run], steps: int) -> list[str]:
+    """The rows of the first steps, of all ranks, in their order."""
+    return [row for step in range(steps) for one in ranks for row in one.read[step]]
 
 
 def piped(folder: Path, source: str, *more: str) -> tuple[str, ...]:

@@ -1,11 +1,9 @@
-"""Whole runs on datasets and tokenizers: ranks that come and go, a tokenizer that is gone; held-out means."""
+"""Whole runs on datasets and tokenizers: a tokenizer that is gone; held-out means."""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +13,13 @@ from torch import Tensor
 
 import yafsdp_fn as ya
 from tests.harness.pool import Pools, on_ranks
-from tests.train.data.tables import jsonl, texts
-from tests.train.inside import WINDOW, Run, fine, flags, inside, killed, spoken, without
+from tests.train.inside import fine, flags, inside, spoken
 from train import tokenizer
 from train.config import Data, Sources
-from train.data import sources
 from train.data.rows import Place
 from train.data.stream import Gathered
-from train.data.tokenizer import Bytes
 from train.running.loop import Evaluation
 from train.settings import Config
-
-
-def together(ranks: Sequence[Run], steps: int) -> list[str]:
-    """The rows of the first steps, of all ranks, in their order."""
-    return [row for step in range(steps) for one in ranks for row in one.read[step]]
-
-
-@pytest.mark.nightly
-def test_a_stream_goes_on_with_other_ranks_after_they_died(pools: Pools, tmp_path: Path) -> None:
-    """Two ranks until they are killed in step 7, whose last checkpoint is of step 4; then three, then one."""
-    glob = jsonl(tmp_path, texts(60))
-    data = ("--data.datasets", glob, "--data.streaming", "--data.shuffle", "16", "--data.packing", "documents")
-    argv = without(flags(tmp_path, *data), "--data.files")
-    two = pools[2].run(inside, argv, killed, 7)
-    assert {one.error for one in two} == {"Killed: "}
-    three = fine(pools[3].run(inside, (*argv, "--resume", "--steps", "8")))
-    one = fine(pools[1].run(inside, (*argv, "--resume", "--steps", "12")))
-    read = together(two, 4) + together(three, 4) + together(one, 4)
-    config = Data(datasets=(glob,), streaming=True, shuffle=16, packing="documents", heldout_fraction=0, seq_len=WINDOW)
-    cursor = sources.open_text(config, Bytes(), tmp_path / "cache", 0)[0].cursor(0, seed=0)
-    rows = islice(iter(cursor.next, None), len(read))
-    assert read == [bytes(row["tokens"].tolist()).decode() for row in rows]
 
 
 @pytest.mark.nightly

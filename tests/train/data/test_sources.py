@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -178,21 +177,6 @@ def test_a_mixture_has_its_shares_and_epochs_of_each_source(tmp_path: Path) -> N
         shares((1.0, 1e-5))
 
 
-def test_a_mixture_with_a_stream_goes_on_where_it_was(tmp_path: Path) -> None:
-    (tmp_path / "x").mkdir()
-    (tmp_path / "x" / "a.md").write_text("plain text " * 40)
-    glob = jsonl(tmp_path, texts(50))
-    mixed, _ = opened(
-        tmp_path, 0, datasets=(glob,), files=(f"{tmp_path}/x/*",), streaming=True, heldout_fraction=0, weights=(1, 2)
-    )
-    rows, _ = read(mixed, 0, 120)
-    first, position = read(mixed, 0, 47)
-    assert isinstance(position, dict)
-    assert position["sources"][0] is None
-    assert first + read(mixed, position, 73)[0] == rows
-    assert 25 < sum(set(row) <= set(b"plain text") for row in rows) < 55
-
-
 # ---- tokenizers
 
 
@@ -234,55 +218,49 @@ def test_a_tokenizer_that_was_learnt_reads_any_text(bpe: Path, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("make", "text"),
+    ("settings", "text"),
     [
-        (lambda path: Data(weights=(1.0, 2.0)), "data.weights are 2 numbers, for 1 sources"),
-        (lambda path: Data(datasets=("a", "b"), weights=(1.0, -2.0)), "expected positive finite numbers"),
-        (lambda path: Data(streaming=True), "data.streaming is True, and there are no data.datasets"),
-        (lambda path: Data(column="body"), "data.column is 'body', and there are no data.datasets"),
-        (lambda path: Data(heldout_split="test"), "data.heldout_split is 'test', and there are no data.datasets"),
-        (lambda path: Data(datasets=("a",), shuffle=5), "data.shuffle is 5: of data.streaming alone"),
-        (lambda path: opened(path, datasets=(f"{path}/*.bin",)), r"data.datasets: .*names no file"),
+        ({"weights": (1.0, 2.0)}, "data.weights are 2 numbers, for 1 sources"),
+        ({"datasets": ("a", "b"), "weights": (1.0, -2.0)}, "expected positive finite numbers"),
+        ({"streaming": True}, "data.streaming is True, and there are no data.datasets"),
+        ({"column": "body"}, "data.column is 'body', and there are no data.datasets"),
+        ({"heldout_split": "test"}, "data.heldout_split is 'test', and there are no data.datasets"),
+        ({"datasets": ("a",), "shuffle": 5}, "data.shuffle is 5: of data.streaming alone"),
+        ({"datasets": ("./*.bin",)}, r"data.datasets: .*names no file"),
+        ({"datasets": ("./*",)}, r"names files that end in \.jsonl, \.md; expected files of"),
+        ({"datasets": ("./a.jsonl",)}, "no column 'text'; there are 'body': --data.column"),
+        ({"datasets": ("./n.jsonl",), "column": "n"}, "column 'n' holds 7: expected text"),
+        ({"datasets": ("./bad.jsonl",)}, r"bad.jsonl, 1 file: cannot be read: "),
+        ({"datasets": ("./a.jsonl",), "split": "test"}, "local files: leave it out"),
+        ({"datasets": ("./a.md",)}, r"names files that end in \.md; expected files of"),
+        ({"files": ("./*",)}, r"data.files: .*a\.jsonl is a table, or compressed, and would"),
         (
-            lambda path: opened(path, datasets=(f"{path}/*",)),
-            r"names files that end in \.jsonl, \.md; expected files of",
-        ),
-        (lambda path: opened(path, datasets=(f"{path}/a.jsonl",)), "no column 'text'; there are 'body': --data.column"),
-        (lambda path: opened(path, datasets=(f"{path}/n.jsonl",), column="n"), "column 'n' holds 7: expected text"),
-        (lambda path: opened(path, datasets=(f"{path}/bad.jsonl",)), r"bad.jsonl, 1 file: cannot be read: "),
-        (lambda path: opened(path, datasets=(f"{path}/a.jsonl",), split="test"), "local files: leave it out"),
-        (lambda path: opened(path, datasets=(f"{path}/a.md",)), r"names files that end in \.md; expected files of"),
-        (
-            lambda path: opened(path, files=(f"{path}/*",)),
+            {"files": ("./a.md",), "heldout_files": ("./a.jsonl",)},
             r"data.files: .*a\.jsonl is a table, or compressed, and would",
         ),
         (
-            lambda path: opened(path, files=(f"{path}/a.md",), heldout_files=(f"{path}/a.jsonl",)),
-            r"data.files: .*a\.jsonl is a table, or compressed, and would",
-        ),
-        (
-            lambda path: opened(path, datasets=(f"{path}/a.jsonl",), column="body", heldout_files=(f"{path}/*.jsonl",)),
+            {"datasets": ("./a.jsonl",), "column": "body", "heldout_files": ("./*.jsonl",)},
             r"data.heldout_files name all files of '.*a\.jsonl': none is left",
         ),
-        (
-            lambda path: Data(datasets=("a",), heldout_split="train"),
-            "heldout_split is 'train', data.split 'train': what",
-        ),
-        (lambda path: Data(datasets=("a",), heldout_split="train[9:]"), "what is held out is trained on; name another"),
-        (lambda path: opened(path, tokenizer=f"{path}/nosuch"), r"data.tokenizer: '.*nosuch' cannot be read: "),
-        (lambda path: opened(path, tokenizer=f"{path}/a.jsonl"), r"data.tokenizer: '.*a.jsonl' cannot be read: "),
-        (lambda path: setup.vocabulary("debug", 100, Bytes()), "vocabulary of 100: the tokenizer needs 256"),
-        (lambda path: Optim(decay_steps=3), "optim.decay_steps is 3, optim.decay cosine: only wsd takes it"),
-        (lambda path: tokenizer.Config(path, 100), "vocab is 100: expected 512"),
+        ({"datasets": ("a",), "heldout_split": "train"}, "heldout_split is 'train', data.split 'train': what"),
+        ({"datasets": ("a",), "heldout_split": "train[9:]"}, "what is held out is trained on; name another"),
+        ({"tokenizer": "./nosuch"}, r"data.tokenizer: '.*nosuch' cannot be read: "),
+        ({"tokenizer": "./a.jsonl"}, r"data.tokenizer: '.*a.jsonl' cannot be read: "),
     ],
 )
-def test_what_cannot_be_read_is_refused_by_name(tmp_path: Path, make: Callable[[Path], Any], text: str) -> None:
-    (tmp_path / "a.jsonl").write_text('{"body": "x"}\n')
-    (tmp_path / "n.jsonl").write_text('{"n": 7}\n')
-    (tmp_path / "bad.jsonl").write_text('{"text": "x"}\n{"text": \n')
-    (tmp_path / "a.md").write_text("x")
+def test_what_cannot_be_read_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in {
+        "a.jsonl": '{"body": "x"}\n',
+        "n.jsonl": '{"n": 7}\n',
+        "bad.jsonl": '{"text": "x"}\n{"text": \n',
+        "a.md": "x",
+    }.items():
+        Path(name).write_text(content)
     with pytest.raises(ConfigError, match=text):
-        make(tmp_path)
+        opened(tmp_path, **settings)
 
 
 @pytest.mark.parametrize("name", ["datasets", "transformers"])

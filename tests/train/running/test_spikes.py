@@ -47,14 +47,3 @@ def test_spikes_are_those_of_the_definition_before_and_after_a_resume() -> None:
             history.append((loss, norm))
     assert 5 < sum(flags) < 15
     assert not any(flags[: WINDOW // 2])
-
-
-def test_a_new_level_is_a_spike_for_a_while_alone() -> None:
-    spikes = Spikes(6.0)
-    flags = [
-        bool(spikes({"loss": torch.tensor(3.0 + step % 2 / 10 + 2 * (step >= 100)), "grad_norm": torch.tensor(1.0)}))
-        for step in range(130)
-    ]
-    assert flags[100]
-    assert not any(flags[:100])
-    assert not any(flags[104:])
