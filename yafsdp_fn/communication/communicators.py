@@ -206,9 +206,8 @@ class Communicators(OrderedGroups):
 
     def _abort_groups(self) -> None:
         """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
-        groups = [*self.groups, *self.others]
-        with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
-            list(threads.map(lambda group: group.process_group.abort(), groups))
+        with ThreadPoolExecutor(len(self.groups), initializer=begin_thread, initargs=(self.device,)) as threads:
+            list(threads.map(lambda group: group.process_group.abort(), self.groups))
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""
