@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from yafsdp_fn.communication.where import RankStatus, named, standing, table
+from yafsdp_fn.communication.where import named, standing, table
 
 
 @pytest.mark.parametrize(
@@ -19,16 +19,12 @@ def test_ranks_are_named_in_runs(ranks: list[int], text: str) -> None:
 
 
 def test_the_silent_come_first_then_who_waits_for_nobody_and_what_is_alike_is_said_once() -> None:
-    waiting = RankStatus(
-        9, "forward of b (step 1), op 3 of 9 of program 3f2a91c0; model.py:9 in loss", "gather of b", 31
-    )
-    busy = RankStatus(7, "forward of a (step 1), op 1 of 9 of program 3f2a91c0; model.py:41 in block")
-    posts = {0: waiting, 1: waiting._replace(beat=5, waited=29.0), 2: busy, 3: waiting, 4: waiting}
-    assert table(posts, [4]).splitlines() == [
-        "  rank 4: no sign of life: ended, or in a call that holds Python's lock; before that "
-        f"waiting 31 s for gather of b; {waiting.where}",
-        f"  rank 2: {busy.where}",
-        f"  ranks 0-1, 3: waiting 29-31 s for gather of b; {waiting.where}",
+    waiting = "waiting for gather of b; forward of b (step 1), op 3 of 9 of program 3f2a91c0; model.py:9 in loss"
+    busy = "forward of a (step 1), op 1 of 9 of program 3f2a91c0; model.py:41 in block"
+    assert table([waiting, waiting, busy, waiting, waiting], [4]).splitlines() == [
+        f"  rank 4: no sign of life: ended, or in a call that holds Python's lock; before that {waiting}",
+        f"  rank 2: {busy}",
+        f"  ranks 0-1, 3: {waiting}",
     ]
 
 

@@ -45,8 +45,8 @@ def watchful(mesh: Any) -> Any:
 def until_told(mesh: Any, place: str) -> None:
     """Returns when the watchdog of this rank has told the others that it is at this place."""
     beat: Any = communicators(mesh).watchdog
-    key = f"rank {beat._rank}"  # to wait for a missing one keeps the watchdog from writing it
-    until(lambda: beat._store.check([key]) and place in beat._store.get(key).decode())
+    # to wait for a missing key keeps the watchdog from writing it
+    until(lambda: beat._store.check([beat._key]) and place in beat._store.get(beat._key).decode())
 
 
 class Printed(io.StringIO):

@@ -69,7 +69,7 @@ def pauses(mesh: Any, pipes: dict[str, Path]) -> dict[str, str]:
 def cost(lookout: Any) -> float:
     """Seconds that its threads have computed for each second at one look a second; 0 where the system does not tell."""
     told = [Path(f"/proc/self/task/{thread.native_id}/schedstat") for thread in lookout._threads]
-    return sum(int(of.read_text().split()[0]) / 1e9 / lookout._status.beat for of in told if of.exists())
+    return sum(int(of.read_text().split()[0]) / 1e9 / lookout._looks for of in told if of.exists())
 
 
 def paused(pause: Callable[[Path], None], pipe: Path) -> Callable[[str], None]:
@@ -128,7 +128,7 @@ def test_a_rank_that_is_stuck_in_python_says_its_op_and_line(shown: list[dict[st
     assert re.fullmatch(r"rank [01] has waited for \d+ s. Where ranks are:", header)
     place = r"forward of layers\[0\] \(visit 1, microbatch 0, step 3\), op \d+ of \d+ of program \w{8}"
     assert re.fullmatch(rf"  rank 2: {place}; test_stuck.py:\d+ in in_python", free), free
-    assert all(re.match(r"  ranks? [01](-1)?: waiting [\d-]+ s for gather of ", line) for line in waiting), waiting
+    assert all(re.match(r"  ranks? [01](-1)?: waiting for gather of ", line) for line in waiting), waiting
 
 
 def test_it_costs_nothing(shown: list[dict[str, str]]) -> None:
@@ -150,7 +150,7 @@ def test_a_rank_that_holds_the_lock_is_told_by_its_silence(shown: list[dict[str,
 def test_a_rank_that_is_behind_says_after_which_step(shown: list[dict[str, str]]) -> None:
     _, behind, waiting = table(shown, "behind")
     assert re.fullmatch(r"  rank 2: after step 4; test_stuck.py:\d+ in in_python", behind)
-    assert re.match(r"  ranks 0-1: waiting [\d-]+ s for gather of embed \(step 5\); forward of embed .*, op ", waiting)
+    assert re.match(r"  ranks 0-1: waiting for gather of embed \(step 5\); forward of embed .*, op ", waiting)
 
 
 @pytest.mark.nightly

@@ -21,7 +21,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from typing import Any, NamedTuple, Never, TypeVar
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple, Never, TypeVar
 import torch
 import torch.distributed as dist
 
-from yafsdp_fn.communication.store import rendezvous_store
 from yafsdp_fn.util import local_ranks
 from yafsdp_fn.util.torch_private import cuda_is_lost, forget_groups
 
@@ -86,13 +84,9 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others:
     thread (pools of threads do not outlive a fork), and what it prints appears here, line by line. Results come back as
     `torch.save` writes them, tensors to the CPU.
 
-    In a process that torchrun has started, which is a rank already, it calls the function there, and returns the same
-    list on every rank: a script that ends with `ya.launch(...)` can be started either way. `ranks` is then the number
-    that torchrun was given, over all machines.
-
     Raises RankFailed where a rank raised or was killed, with the traceback of the one that was first; the others are
-    ended two seconds later. RuntimeError where this process is a rank of another launcher, or torchrun has started
-    another number, or where there is no fork (Windows); ValueError for numbers of ranks that cannot be. Ranks raise
+    ended two seconds later. RuntimeError where this process is a rank already, of torchrun say, whose script calls the
+    function itself, or where there is no fork (Windows); ValueError for numbers of ranks that cannot be. Ranks raise
     where CUDA has been used here.
 
     >>> ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2)
@@ -109,7 +103,12 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others:
         raise ValueError(f"launch(ranks={ranks!r}): expected the number of ranks to start, 1 or more")
     call = partial(function, *args)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        return _loaded(_as_rank(call, ranks))
+        rank = os.environ.get("RANK", "0")
+        raise RuntimeError(
+            f"ya.launch starts ranks, and this process is rank {rank} of {os.environ['WORLD_SIZE']} itself: call it "
+            "once, or the function alone, as in a script for torchrun. If no launcher has started it, RANK and "
+            "WORLD_SIZE are left over in the environment: unset them"
+        )
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("ya.launch forks this process, which this system cannot do: start a script by torchrun")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -121,64 +120,39 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others:
         for each in started:
             each.close()
     answers = [each.answer for each in started]
-    if any(answer is None or answer.result is None for answer in answers):
-        raise _failure(answers)
-    return _loaded([answer.result or b"" for answer in answers if answer is not None])
-
-
-def _as_rank(call: Call, ranks: int) -> list[bytes]:
-    """Returns the function's saved result of each rank that torchrun has started, this one among them."""
-    rank = int(os.environ.get("RANK", "0"))
-    world = int(os.environ["WORLD_SIZE"])
-    here = f"this process is rank {rank} of {world}"
-    # forks of `launch` have a store that outlives them, too, but no run of torchrun
-    if not dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        raise RuntimeError(
-            f"ya.launch starts ranks, and {here} itself: call it once, or the function alone. If no launcher has "
-            "started it, RANK and WORLD_SIZE are left over in the environment: unset them"
-        )
-    if ranks != world:
-        raise RuntimeError(f"launch(ranks={ranks}): {here} that torchrun has started: expected ranks={world}")
-    buffer = io.BytesIO()
-    torch.save(call(), buffer)
-    store = rendezvous_store(timedelta(days=1))["store"]
-    number = store.add(f"launches of rank {rank}", 1)
-    keys = [f"launch {number}, rank {each}" for each in range(world)]
-    store.set(keys[rank], buffer.getvalue())
-    store.wait(keys, timedelta(days=1))  # torchrun ends this rank where another has failed
-    return [store.get(key) for key in keys]
-
-
-def _loaded(results: Sequence[bytes]) -> list[Any]:
-    return [torch.load(io.BytesIO(result), map_location="cpu", weights_only=False) for result in results]
+    results: list[Result] = []
+    for answer in answers:
+        if answer is None or answer.result is None:
+            raise _failure(answers)
+        results.append(torch.load(io.BytesIO(answer.result), map_location="cpu", weights_only=False))
+    return results
 
 
 # ---- here: a rank's process, and what comes from it
 
 
 class _Printed:
-    """A pipe for what a rank prints into one of its files, and where to it is passed on.
-
-    lost: the error of that place, which gets nothing more then; passed: set when the end has come
-    """
+    """A pipe for what a rank prints into one of its files, and where to it is passed on. passed: set when the end has
+    come"""
 
     def __init__(self, sink: Any) -> None:
         read, write = os.pipe()
         self.read = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115
         self.write, self._sink = open(write, "wb", buffering=0), sink  # noqa: SIM115
-        self.lost: Exception | None = None
         self.passed = threading.Event()
 
     def pass_on(self) -> None:
-        """Passes on lines. Where the sink raises, it reads on: the rank would wait for ever, its pipe being full."""
+        """Passes on lines. Where the sink raises, which nobody reads then, it gets nothing more, and this reads on: the
+        rank would wait for ever, its pipe being full."""
+        heard = True
         with self.read:
             for line in self.read:
                 text, end, _ = line.partition(END)
                 try:
-                    if text and self.lost is None:
+                    if text and heard:
                         print(text, end="", file=self._sink, flush=True)
-                except Exception as error:
-                    self.lost = error
+                except Exception:
+                    heard = False
                 if end:
                     self.passed.set()
 
@@ -318,17 +292,11 @@ def _run_to_the_end(call: Call, environments: Sequence[dict[str, str]], started:
 
 
 def _finish(prints: Sequence[_Printed]) -> None:
-    """Waits until all that ended ranks have printed is passed on. Warns where it was not."""
+    """Waits until all that ended ranks have printed is passed on."""
     for printed in prints:
         printed.write.write(f"{END}\n".encode())
     for printed in prints:
         printed.passed.wait()
-    lost = [printed.lost for printed in prints if printed.lost is not None]
-    if lost:
-        error = f"{type(lost[0]).__name__}: {lost[0]}"
-        warnings.warn(
-            f"ya.launch: what ranks printed is lost in part, since printing it here raised {error}", stacklevel=3
-        )
 
 
 def _failure(answers: Sequence[Answer | None]) -> RankFailed:

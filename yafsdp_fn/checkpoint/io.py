@@ -112,8 +112,6 @@ def prepare(
         raise TypeError(
             f"extra: expected what JSON can hold: {error}; of a tensor or an array its .tolist()"
         ) from error
-    if content.deeper_than(content.DEEPEST - 1, json.loads(text)):  # the manifest is one level more
-        raise TypeError(f"extra: it is nested deeper than {content.DEEPEST - 1} levels")
     for accessor in optree.tree_accessors(kept, none_is_leaf=True):
         for key in (entry.entry for entry in accessor if issubclass(entry.type, dict)):
             if not isinstance(key, str):
@@ -206,7 +204,7 @@ def _load(
     source = _whole(directory, step, ranks)
     where = str(source)
     reading = f"reading {source}"
-    facts = ranks.first(lambda: content.read(source), reading)
+    facts = content.parsed(source, ranks.first(lambda: content.read(source), reading))
     # errors are found before `like` is touched
     wanted = _contents(like, params_only=params_only)
     saved = {key: of for key, of in facts.tensors.items() if not params_only or not key.startswith("opt_state")}

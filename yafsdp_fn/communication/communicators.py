@@ -8,6 +8,7 @@ ends:
 """
 
 import sys
+import time
 import weakref
 from collections.abc import Hashable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from yafsdp_fn.communication.cuda_streams import begin_thread
 from yafsdp_fn.communication.ordered import OrderedGroups
 from yafsdp_fn.communication.store import answers
 from yafsdp_fn.communication.streams import ADVICE, CommunicationError, HostStream
-from yafsdp_fn.communication.watchdog import PendingLabels, Watchdog
+from yafsdp_fn.communication.watchdog import Pending, Watchdog
 from yafsdp_fn.util.mesh_axes import ALIGN
 from yafsdp_fn.util.torch_private import default_group, make_communicator, side_store
 
@@ -39,7 +40,7 @@ class Communicators(OrderedGroups):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         super().__init__(mesh)
-        self._comparing: tuple[str] | None = None  # label of what this thread itself waits for
+        self._comparing: Pending | None = None  # what this thread itself waits for
         self._connected = set[Hashable]()
         if not self.alone and self.timeout is not None:
             with answers(self.timeout, "connecting to the store once more"):
@@ -153,7 +154,7 @@ class Communicators(OrderedGroups):
     @contextmanager
     def blocking(self, what: str, why: str = "it failed") -> Iterator[None]:
         """Names a collective that this thread itself waits for, to the watchdog, and to whom it fails."""
-        self._comparing = (what,)
+        self._comparing = what, time.monotonic()
         try:
             yield
         except RuntimeError as error:
@@ -188,10 +189,10 @@ class Communicators(OrderedGroups):
 
     # ---- failures, and the end
 
-    def under_way(self) -> PendingLabels:
+    def under_way(self) -> list[Pending]:
         """Lists the communication that this rank's streams are in now, for the watchdog's thread."""
         found = [self._comparing, *(stream.doing for stream in list(self.streams.values()))]
-        return [label for label in found if label is not None]
+        return [pending for pending in found if pending is not None]
 
     def abort_late(self, what: str) -> None:
         """Aborts the communicators because work has not ended in time. Called in another thread; this rank's own may be
@@ -205,9 +206,8 @@ class Communicators(OrderedGroups):
 
     def _abort_groups(self) -> None:
         """Aborts all groups at once: an abort waits for the kernels of its group, which may wait behind another's."""
-        groups = [*self.groups, *self.others]
-        with ThreadPoolExecutor(len(groups), initializer=begin_thread, initargs=(self.device,)) as threads:
-            list(threads.map(lambda group: group.process_group.abort(), groups))
+        with ThreadPoolExecutor(len(self.groups), initializer=begin_thread, initargs=(self.device,)) as threads:
+            list(threads.map(lambda group: group.process_group.abort(), self.groups))
 
     def drain(self) -> None:
         """Blocks the host until all streams are idle, the compute stream included."""

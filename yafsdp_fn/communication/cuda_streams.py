@@ -1,6 +1,7 @@
 """CUDA streams and events with the interface of streams.py. The host submits work and never waits for it."""
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -69,7 +70,8 @@ class CudaStream:
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._rank = rank
         self._watched = watched
-        self._pending: deque[tuple[CudaEvent, tuple[str]]] = deque()
+        self._pending: deque[tuple[CudaEvent, str]] = deque()
+        self._since = 0.0  # when the first of them became the first
         self._broken: str | None = None
 
     def submit(self, work: Work, waits: Sequence[Event], event: Any, label: str) -> None:
@@ -86,14 +88,17 @@ class CudaStream:
             event.complete()
             captured = torch.cuda.is_current_stream_capturing()
         if self._watched and not captured:  # the query of an event of a capture ends the capture
-            self._pending.append((event, (label,)))
+            if not self._pending:
+                self._since = time.monotonic()
+            self._pending.append((event, label))
 
     @property
-    def doing(self) -> tuple[str] | None:
-        """The label of the first work that the device has not ended."""
+    def doing(self) -> tuple[str, float] | None:
+        """The label of the first work that the device has not ended, and since when it is the first."""
         while self._pending and self._pending[0][0].query():
             self._pending.popleft()
-        return self._pending[0][1] if self._pending else None
+            self._since = time.monotonic()
+        return (self._pending[0][1], self._since) if self._pending else None
 
     def mark_used(self, memory: Tensor) -> None:
         if memory.device.type == "cuda":  # a shard of an optimizer's state may be on the host

@@ -146,7 +146,7 @@ class Groups(MeshRanks):
     """The process groups of one mesh. parent: the default process group when they were made
 
     timeout: of a collective, None where the backend does not say
-    groups: those whose collectives read and write slots and shards; others: all further ones of the mesh's backend
+    groups: all of the mesh's backend
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -156,7 +156,6 @@ class Groups(MeshRanks):
         self.timeout: timedelta | None = None
         self.reduce_scratch, self.replicate_scratch = Scratch(self.device), Scratch(self.device)
         self.groups = list[RankGroup]()
-        self.others = list[RankGroup]()
         self.message_groups: list[RankGroup] = []
         self._sharing: dict[tuple[int, ...], RankGroup] = {}
         self.along: dict[str, RankGroup] = {}
@@ -184,13 +183,12 @@ class Groups(MeshRanks):
             of_stages = self.groups_over("stage")
             self.stages_group = self._new(of_stages, "stages")
             for sender in range(self.stages):
-                self.message_groups.append(self._new(of_stages, f"sent by stage {sender}", moves_units=False))
+                self.message_groups.append(self._new(of_stages, f"sent by stage {sender}"))
         if self.replicas > 1 or self.stages > 1:
-            self.metrics_group = self._new(everyone, "metrics", moves_units=False)
+            self.metrics_group = self._new(everyone, "metrics")
         for name, axis in self.axes.items():
             if axis.size > 1:
-                along = self._in_copies(self.subgroups(along=(name,)))
-                self.along[name] = self._new(along, f"along {name}", moves_units=False)
+                self.along[name] = self._new(self._in_copies(self.subgroups(along=(name,))), f"along {name}")
         self.control_group = self.stage_control_group = make_group(everyone, self.timeout, control, "control")
         if self.stages > 1 and self.along:
             of_stages = self.grid.flatten(1).tolist()
@@ -208,10 +206,10 @@ class Groups(MeshRanks):
             self.reduce_local_group = self._new(in_node, f"reduce in a node{within}")
             self.reduce_nodes_group = self._new(at.mT.flatten(0, 1).tolist(), f"reduce between nodes{within}")
 
-    def _new(self, groups: list[list[int]], name: str, *, moves_units: bool = True) -> RankGroup:
+    def _new(self, groups: list[list[int]], name: str) -> RankGroup:
         """Makes `groups`, each of global ranks, and returns that of this rank."""
         made = make_group(groups, *self._how, name)
-        (self.groups if moves_units else self.others).append(made)
+        self.groups.append(made)
         return made
 
     def _in_copies(self, subgroups: list[list[int]]) -> list[list[int]]:
@@ -258,7 +256,7 @@ class Groups(MeshRanks):
         # groups of a part of the ranks stay: torch names the next ones after how many there are
         if there and not self.alone and self.world == dist.get_world_size():
             control = self.control_group, self.stage_control_group, self.abort_group
-            for group in dict.fromkeys([*self.groups, *self.others, *control]):
+            for group in dict.fromkeys([*self.groups, *control]):
                 dist.destroy_process_group(group.process_group)
 
 

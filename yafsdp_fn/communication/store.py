@@ -3,6 +3,7 @@
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -75,19 +76,14 @@ def answers(timeout: timedelta | None, what: str) -> Iterator[None]:
         yield
         return
     seconds = timeout.total_seconds() + LATER
-    silent = threading.Event()
-
-    def give_up() -> None:
-        silent.set()
-        disconnect_store()
-
-    timer = threading.Timer(seconds, give_up)
+    end = time.monotonic() + seconds
+    timer = threading.Timer(seconds, disconnect_store)
     timer.daemon = True
     timer.start()
     try:
         yield
     except RuntimeError as error:
-        if not silent.is_set():
+        if time.monotonic() < end:
             raise
         raise CommunicationError(
             f"rank {os.environ.get('RANK', '?')}: {what}: the process that keeps the store of the process group, often "

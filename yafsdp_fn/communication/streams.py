@@ -12,6 +12,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -164,11 +165,10 @@ class HostEvent:
 class HostStream:
     """One worker thread. After an error all later work on the stream fails too: the order is lost.
 
-    doing: the label of the work running now, or that has failed, in a tuple made for it; None while it waits for other
-        streams
+    doing: the label of the work running now, or that has failed, and since when; None while it waits for other streams
     """
 
-    doing: tuple[str] | None = None
+    doing: tuple[str, float] | None = None
     _closed = _abandoned = False
     _event: HostEvent | None = None  # of the last work that began
     _failed: CommunicationError | None = None  # of all work since another thread has failed it
@@ -259,7 +259,7 @@ class HostStream:
                     for wait in waits:
                         wait.wait()
                     failed = self.doing
-                    self.doing = (label,)
+                    self.doing = label, time.monotonic()
                     with torch.inference_mode():  # it may write to tensors that were made under it, and to all others
                         work()
                     self.doing = failed

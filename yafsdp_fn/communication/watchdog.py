@@ -15,7 +15,7 @@ One that has ended, or is in a call that holds Python's lock, is known by its si
 
 import atexit
 import dataclasses
-import json
+import math
 import os
 import sys
 import threading
@@ -31,7 +31,6 @@ from yafsdp_fn.communication import where
 from yafsdp_fn.communication.cuda_streams import begin_thread
 from yafsdp_fn.communication.store import disconnect_store
 from yafsdp_fn.communication.streams import ADVICE
-from yafsdp_fn.communication.where import RankStatus, table
 
 BEATS, LONGEST_S = 20, 1.0
 """Looks in one timeout, and the longest pause between two, in seconds."""
@@ -46,10 +45,11 @@ KEEPER = "the process that keeps it, often that of rank 0,"
 KEEPER_ENDED = "the keeper of the store has ended"
 FAILED = "a rank has failed alone"
 
-UNKNOWN = RankStatus(0, "has said nothing yet")
+UNKNOWN = "0 has said nothing yet"
+"""The status of a rank that has not looked yet. A status is the number of looks, and the rank's place in words."""
 
-PendingLabels = list[tuple[str]]
-"""Labels of the communication under way, each in a tuple made for this one call, so that calls are told apart."""
+Pending = tuple[str, float]
+"""The label of communication under way, and since when it is, by `time.monotonic`."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -80,18 +80,18 @@ class Watchdog:
     """The watchdog of one rank. comms: the `Communicators` of a mesh of several ranks, with a timeout"""
 
     def __init__(self, store: Any, comms: Any) -> None:
-        seconds: float = comms.timeout.total_seconds()
         self._store = store
         self._comms = comms
         self._steps = comms.steps
-        self._rank = comms.world_rank
-        self._beat = min(LONGEST_S, seconds / BEATS)
-        self._timeout = seconds
-        self._patience = seconds / 2
+        self._timeout: float = comms.timeout.total_seconds()
+        self._beat = min(LONGEST_S, self._timeout / BEATS)
+        self._patience = self._timeout / 2
         self._silence = max(SILENCE_S, SILENCE_BEATS * self._beat)
         # ---- this rank
+        self._key = f"rank {comms.world_rank}"
+        self._looks = 0
         self._status = UNKNOWN
-        self._waits: list[tuple[tuple[str], float]] = []  # for which label, and since when
+        self._since = math.inf  # it waits since then
         self._aborts = comms.device.type != "cpu"
         # ---- all ranks
         self._table = ""
@@ -109,7 +109,7 @@ class Watchdog:
 
     def ask(self) -> str:
         """Returns the table, after a failure. It takes some beats to find out who is silent."""
-        self._patience = float("inf")  # the error says it from now on
+        self._patience = math.inf  # the error says it from now on
         limit = 2 * self._silence + PATIENCE.total_seconds()
         self._known.clear()
         if self._lost is None and self._known.wait(limit) and self._lost is None:
@@ -144,29 +144,29 @@ class Watchdog:
         begin_thread(self._comms.device)  # Python's collector may free tensors here
         while not self._closed.wait(self._beat):
             self._look()
-            self._end_late()
 
     def _look(self) -> None:
-        """Records this rank's status."""
-        now = time.monotonic()
-        position = self._steps.after
+        """Finds out this rank's status."""
+        place = self._steps.after
         for look in self._steps.looks[-1:]:
-            position = look()
-        line, labels = self._waits_now()
-        since = {id(label): at for label, at in self._waits}  # which keeps labels: no other has the id of one
-        self._waits = [(label, since.get(id(label), now)) for label in labels]
-        # in words
-        at = f"{position}; {line}" if line else position
-        waited = now - min([since for _, since in self._waits], default=now)
-        self._status = RankStatus(self._status.beat + 1, at, _names(labels), waited)
+            place = look()
+        line, pending = self._standing()
+        if line:
+            place = f"{place}; {line}"
+        self._since = min((since for _, since in pending), default=math.inf)
+        if pending:
+            place = f"{where.WAITING} {_labels(pending)}; {place}"
+            self._end_late(pending)
+        self._looks += 1
+        self._status = f"{self._looks} {place}"
 
-    def _waits_now(self) -> tuple[str, PendingLabels]:
+    def _standing(self) -> tuple[str, list[Pending]]:
         """Returns the line of the user's Python, and what this rank waits for."""
         line, waits = where.standing(self._steps.thread)
         # on the CPU a rank that computes waits for nothing: its streams run ahead, as a later receive does
         return line, self._comms.under_way() if waits or self._comms.device.type != "cpu" else []
 
-    def _end_late(self) -> None:
+    def _end_late(self, pending: list[Pending]) -> None:
         """Ends a collective on CUDA, where no host waits for one: a rank whose peer has died keeps issuing until it
         wants a value. NCCL's own watchdog ends the process later, and knows neither op nor unit. When communicators are
         aborted, waits for them return, with meaningless values, and the next `Communicators.check` raises.
@@ -175,10 +175,10 @@ class Watchdog:
         peer's, may take the abort for an error and end its process: what hangs is printed by then.
         """
         before = time.monotonic() - self._timeout
-        late = [label for (label,), since in self._waits if since < before]
+        late = [label for label, since in pending if since < before]
         if late and self._aborts:
             self._aborts = False
-            text = f"rank {self._rank}: {late[0]} has not ended after {self._timeout:.0f} s. {ADVICE}"
+            text = f"{self._key}: {late[0]} has not ended after {self._timeout:.0f} s. {ADVICE}"
             print(text, file=sys.stderr, flush=True)
             self._comms.abort_late(text)
 
@@ -188,6 +188,8 @@ class Watchdog:
         begin_thread(self._comms.device)
         try:
             while not self._closed.wait(self._beat) and not self._store.check([KEEPER_ENDED]):
+                self._say()
+                self._share_failure()
                 self._tell()
             self._share_failure()  # of a mesh that ends with it
             self._lost = f"cannot be reached; {KEEPER} has ended"
@@ -197,34 +199,35 @@ class Watchdog:
             self._lost = f"cannot be reached; {KEEPER} has probably ended ({why})"
         self._known.set()
 
-    def _tell(self) -> None:
-        """Writes this rank's status, and finds out where others are if that is asked for, or if this rank waits."""
-        self._say()
-        self._share_failure()
-        if not self._known.is_set():
-            self._table = self._find()
-            self._known.set()
-        # the first rank that waits for long prints it, once between two steps
-        shown = f"table {self._steps.after}"
-        if self._status.waited > self._patience and not self._store.check([shown]):
-            found = self._find()
-            waited = self._status.waited
-            if waited > self._patience and self._store.add(shown, 1) == 1:  # it waits still
-                text = f"rank {self._rank} has waited for {waited:.0f} s. Where ranks are:\n{found}"
-                print(text, file=sys.stderr, flush=True)
+    def _say(self) -> None:
+        self._store.set(self._key, self._status)
 
     def _share_failure(self) -> None:
         """Tells other ranks of an exception that this rank alone had, or learns of theirs, and ends its wait."""
         if self._steps.failed:
             self._store.set(FAILED, self._steps.failed)
-        elif self._status.waits and self._steps.lost is None and self._store.check([FAILED]):
+        elif self._since < math.inf and self._steps.lost is None and self._store.check([FAILED]):
             failed = self._store.get(FAILED).decode()
-            _, labels = self._waits_now()  # the last look may be of an earlier wait
-            if labels:
-                self._comms.abort_late(f"{_names(labels)}: another rank has failed alone ({failed})")
+            _, pending = self._standing()  # the last look may be of an earlier wait
+            if pending:
+                self._comms.abort_late(f"{_labels(pending)}: another rank has failed alone ({failed})")
 
-    def _say(self) -> None:
-        self._store.set(f"rank {self._rank}", json.dumps(self._status))
+    def _tell(self) -> None:
+        """Finds out where ranks are if that is asked for, or if this rank waits for long: the first rank that does
+        prints it, once between two steps."""
+        if not self._known.is_set():
+            self._table = self._find()
+            self._known.set()
+        shown = f"table {self._steps.after}"
+        if self._waited() > self._patience and not self._store.check([shown]):
+            found = self._find()
+            waited = self._waited()
+            if waited > self._patience and self._store.add(shown, 1) == 1:  # it waits still
+                text = f"{self._key} has waited for {waited:.0f} s. Where ranks are:\n{found}"
+                print(text, file=sys.stderr, flush=True)
+
+    def _waited(self) -> float:
+        return time.monotonic() - self._since
 
     def _find(self) -> str:
         """Returns the table of all ranks. Those that say nothing new meanwhile are silent."""
@@ -232,16 +235,17 @@ class Watchdog:
         until = time.monotonic() + self._silence
         while time.monotonic() < until and not self._closed.wait(self._beat):
             self._say()
-        posts = self._read()
-        return table(posts, [rank for rank in posts if posts[rank].beat == before[rank].beat])
+        found = self._read()
+        silent = [rank for rank, status in enumerate(found) if status == before[rank]]
+        return where.table([status.partition(" ")[2] for status in found], silent)
 
-    def _read(self) -> dict[int, RankStatus]:
+    def _read(self) -> list[str]:
         keys = [f"rank {rank}" for rank in range(self._comms.world)]
         if not self._store.check(keys):  # to get a missing one would wait for it
             for key in keys:
-                self._store.compare_set(key, "", json.dumps(UNKNOWN))
-        return {rank: RankStatus(*json.loads(post)) for rank, post in enumerate(self._store.multi_get(keys))}
+                self._store.compare_set(key, "", UNKNOWN)
+        return [status.decode() for status in self._store.multi_get(keys)]
 
 
-def _names(labels: PendingLabels) -> str:
-    return ", ".join(label for (label,) in labels)
+def _labels(pending: list[Pending]) -> str:
+    return ", ".join(label for label, _ in pending)

@@ -1,66 +1,45 @@
 """The places of ranks and their threads, in words."""
 
 import faulthandler
+import itertools
 import os
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
 
 import torch
 
-# ---- Describes the positions of ranks in words, ranks with equal status on one line.
+# ---- Describes the places of ranks in words, ranks with equal words on one line.
 #
 # rank 3: forward of layers[6] (visit 7, step 17), op 30 of 96 of program 3f2a91c0; model.py:41 in block
-# ranks 0-2: waiting 31 s for gather of layers[4] (step 17); forward of layers[4] (visit 5, step 17), op 21 of 96 of ...
+# ranks 0-2: waiting for gather of layers[4] (step 17); forward of layers[4] (visit 5, step 17), op 21 of 96 of ...
+
+WAITING = "waiting for"
+SILENT = "no sign of life: ended, or in a call that holds Python's lock; before that"
 
 
-class RankStatus(NamedTuple):
-    """The status of one rank, stored as JSON.
-
-    beat: how often it has looked; where: its position in a step, and the line of the user's Python
-    waits: the communication under way, the longest for `waited` seconds
-    """
-
-    beat: int
-    where: str
-    waits: str = ""
-    waited: float = 0.0
-
-
-def table(posts: Mapping[int, RankStatus], silent: Collection[int]) -> str:
-    """Formats the status of all ranks. The silent ones are first, then those that wait for no other: there to look."""
-    alike: dict[tuple[bool, str, str], list[int]] = {}
-    for rank, post in sorted(posts.items()):
-        alike.setdefault((rank not in silent, post.waits, post.where), []).append(rank)
-    lines = []
-    for (alive, waits, text), ranks in sorted(alike.items()):
-        if waits:
-            seconds = sorted(round(posts[rank].waited) for rank in ranks)
-            text = f"waiting {_span(seconds)} s for {waits}; {text}"
-        if not alive:
-            text = f"no sign of life: ended, or in a call that holds Python's lock; before that {text}"
-        lines.append(f"  {named(ranks)}: {text}")
-    return "\n".join(lines)
+def table(places: Sequence[str], silent: Collection[int]) -> str:
+    """Formats the places of all ranks. The silent ones are first, then those that wait for no other: there to look."""
+    ranks_at = defaultdict[tuple[int, str], list[int]](list)
+    for rank, place in enumerate(places):
+        if rank in silent:
+            ranks_at[0, f"{SILENT} {place}"].append(rank)
+        else:
+            ranks_at[2 if place.startswith(WAITING) else 1, place].append(rank)
+    return "\n".join(f"  {named(ranks)}: {place}" for (_, place), ranks in sorted(ranks_at.items()))
 
 
 def named(ranks: Sequence[int]) -> str:
     """Formats ranks as `rank 3` or `ranks 0-2, 5`."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(_span, runs))}"
-
-
-def _span(values: Sequence[int]) -> str:
-    first = values[0]
-    last = values[-1]
-    return str(first) if first == last else f"{first}-{last}"
+    spans = []
+    # neighbours are as far from their places in the list
+    for _, run in itertools.groupby(enumerate(ranks), key=lambda each: each[1] - each[0]):
+        first, *others = [rank for _, rank in run]
+        spans.append(f"{first}-{others[-1]}" if others else str(first))
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(spans)}"
 
 
 # ---- Inspects another thread's Python stack.
