@@ -127,8 +127,34 @@ def test_values_that_differ_between_ranks_are_told(mesh: Any, how: str) -> None:
     assert "agreement.RanksDisagree: ranks disagree on the values to shard" in told, told
     assert DIFFERENT[how] in told
     assert "rank 1: torch." in told
-    assert "torch.distributed.broadcast(tensor, 0)" in told
+    assert "from_rank_0=True" in told
     assert then == "returned"
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stages", [False, True])
+def test_the_values_of_rank_0_are_sent_to_all(_: Any, stages: bool) -> None:
+    """Each rank has values of its own, and lazy leaves that only rank 0 can load."""
+    mesh = ya.mesh(device="cpu", **({"stage": 2, "shard": 1} if stages else {"shard": 1, "tensor": 2}))
+    rank = 0
+    rank = torch.distributed.get_rank()
+
+    def load(layer: int | None) -> torch.Tensor:
+        assert rank == 0
+        return torch.full((3, 2), float(layer or 0))
+
+    values = torch.arange(8, dtype=torch.bfloat16) + 100 * rank
+    layers = {"w": ya.Lazy((2, 3, 2), torch.float32, load), "pin": ya.Pinned(torch.full((2, 3), 7.0 + rank))}
+    tree: Any = {"layers": ya.Stacked(layers), "head": {"w": values, "b": torch.tensor(3.0 + rank)}}
+    assign = ya.schedules.Assignment(units=((0,), (0,), (1,), (1,)), homes=(0, 1)) if stages else None
+    state = ya.shard(tree, TX, mesh=mesh, from_rank_0=True, stages=assign)
+    found = ya.unshard(state.params)
+    assert torch.equal(found["layers"]["w"], torch.stack([torch.zeros(3, 2), torch.ones(3, 2)]))
+    assert torch.equal(found["layers"]["pin"], torch.full((2, 3), 7.0))
+    assert torch.equal(found["head"]["w"].float(), torch.arange(8.0))
+    assert found["head"]["b"] == 3
+    with pytest.raises(ValueError, match="of a state every rank has a part of its own"):
+        ya.shard(state, TX, from_rank_0=True)
 
 
 # ---- another optimizer, and a larger vocabulary

@@ -595,8 +595,11 @@ def test_a_layer_that_keeps_something_is_refused(
 def test_buffers_that_differ_between_ranks_are_refused(mesh: Any) -> None:
     module = made()
     second(module).shift.fill_(mesh.get_rank())
-    with pytest.raises(ya.errors.RanksDisagree, match=r"layers.1.shift \(no parameter: each rank computes with its"):
-        ya.shard(ya.functionalize(module, "layers")[0], mesh=mesh)
+    for from_rank_0 in (False, True):
+        with pytest.raises(
+            ya.errors.RanksDisagree, match=r"layers.1.shift \(no parameter: each rank computes with its"
+        ):
+            ya.shard(ya.functionalize(module, "layers")[0], mesh=mesh, from_rank_0=from_rank_0)
 
 
 def notes(model: Any) -> None:

@@ -86,6 +86,7 @@ def shard(
     seed: int | None = None,
     precision: Precision | None = None,
     stages: Assignment | None = None,
+    from_rank_0: bool = False,
 ) -> ShardedState:
     """Makes a state from tensors, the same on every rank, from `Lazy` leaves, loaded layer by layer, or from another
     state.
@@ -98,6 +99,7 @@ def shard(
     like: a marked tree of `Param`s, such as `llama.params(config)`, that says how leaves are grouped and split: for a
         state it regroups them; tensors and `Lazy` leaves need none if they are marked and nothing is split
     stages: as for `init`; defaults to the state's own, with unchanged units
+    from_rank_0: rank 0's values are taken, and sent to all: others need no values of their own, only shapes and dtypes
 
     Raises ValueError, naming the leaf, if `like` has a leaf that the state lacks, or lacks one, or has another shape;
     RanksDisagree, naming leaf and ranks, if values in memory (tensors, the parameters of a module) differ between
@@ -118,7 +120,9 @@ def shard(
     tree: Tree = state.check().params if state is not None else params
     found = handles(tree)
     if not found:
-        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like)
+        return _from_leaves(tree, tx, mesh, seed or 0, precision or DEFAULT_PRECISION, stages, like, from_rank_0)
+    if from_rank_0:
+        raise ValueError("shard(from_rank_0=True): of a state every rank has a part of its own")
     old = memory_of(found)
     if len(found) != len(old.layout.entries) or len(found) != len(optree.tree_leaves(tree, is_leaf=is_sharded)):
         raise TypeError(
@@ -161,6 +165,7 @@ def _from_leaves(
     precision: Precision,
     stages: Assignment | None,
     like: Tree | None = None,
+    from_rank_0: bool = False,
 ) -> ShardedState:
     mesh = default_mesh() if mesh is None else mesh
     given = list(named_leaves(trainable(params)))
@@ -187,19 +192,25 @@ def _from_leaves(
                 leaf_of[name] = own[position]
 
     def sources(group: Group) -> list[Source]:
-        return [source(name, leaf_of[name], seed, comms.device) for name in group.layout.names]
+        found = []
+        for name in group.layout.names:
+            give = source(name, leaf_of[name], seed, comms.device)
+            found.append(_of_rank_0(leaf_of[name], give, comms) if from_rank_0 else give)
+        return found
 
     def compare() -> None:
         values = {}
         for group in layout.groups:
             for name in group.layout.names:
-                values[name] = f"{leaf_of[name].dtype}{_bits(leaf_of[name], group.length)}"
+                bits = "" if from_rank_0 else _bits(leaf_of[name], group.length)
+                values[name] = f"{leaf_of[name].dtype}{bits}"
+        # no rank sends its buffers to the others, with from_rank_0 neither
         beside = {name: one for leaf in leaf_of.values() if isinstance(leaf, Lazy) for name, one in leaf.beside.items()}
         for name, buffer in beside.items():
             values[f"{name} (no parameter: each rank computes with its own)"] = f"{buffer.dtype}{_bits(buffer, None)}"
         comms.must_agree(SAME_VALUES, values)
 
-    state = _made(layout, sources, tx, mesh, seed, precision, stages, together=False, compare=compare)
+    state = _made(layout, sources, tx, mesh, seed, precision, stages, together=from_rank_0, compare=compare)
     # all leaves are dense by now, and have memory
     places: dict[Any, str] = {}
     for path, leaf in given:
@@ -214,12 +225,12 @@ def _from_leaves(
 
 
 SAME_VALUES = (
-    "the values to shard, of which each rank keeps a part (make them under one seed on all ranks, read one file, or "
-    "send those of rank 0 to all: torch.distributed.broadcast(tensor, 0))"
+    "the values to shard, of which each rank keeps a part (make them under one seed on all ranks, or read one file; "
+    "ya.shard(..., from_rank_0=True) takes those of rank 0)"
 )
 
 
-# ---- Values in memory, which ranks must have alike.
+# ---- Values of rank 0, which others must not differ from.
 
 
 def _bits(leaf: Any, length: int | None) -> str:
@@ -232,6 +243,20 @@ def _bits(leaf: Any, length: int | None) -> str:
     # others are refused when they are read
     sums = [int(sum_of_bits(value)) for value in values if not value.is_meta and value.layout == torch.strided]
     return f", sum of bits {sum(sums)}" if sums else ""
+
+
+def _of_rank_0(leaf: Any, give: Source, comms: Communicators) -> Source:
+    """Returns a source that all ranks call, in one order."""
+
+    def sent(layer: int | None) -> Tensor:
+        shape = leaf.shape if layer is None else leaf.shape[1:]
+        if comms.world_rank == 0:
+            value = give(layer).to(comms.device, leaf.dtype).contiguous()
+        else:
+            value = torch.empty(shape, dtype=leaf.dtype, device=comms.device)
+        return comms.of_rank_0(value)
+
+    return sent
 
 
 def _in_place_of(like: Tree, params: Tree) -> Tree:

@@ -126,6 +126,14 @@ class OrderedGroups(Groups):
         self.now("gather", partial(self.stages_group.broadcast, out, stage), "broadcast from a stage")
         return out
 
+    def of_rank_0(self, values: Tensor) -> Tensor:
+        """Returns the `values` of the first rank of the mesh; those of the others, of its shape and dtype, are
+        overwritten."""
+        if not self.alone:
+            work = partial(self.metrics_group.broadcast, values.view(-1).view(torch.uint8), 0)
+            self.now(self.of_metrics, work, "broadcast from rank 0")
+        return values
+
     def sum_over_replicas(self, values: Tensor) -> Tensor:
         values = super().sum_over_replicas(values)
         if self.replicas > 1:
