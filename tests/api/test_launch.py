@@ -34,7 +34,7 @@ def test_in_a_process_of_its_own() -> None:
     status, said = forked.run(
         [*command, "-k", "not process_of_its", __file__], env=os.environ | {ALONE: "1"}, cwd=ROOT, timeout=800
     )
-    assert status == 0 and "12 passed" in said, said
+    assert status == 0 and "13 passed" in said, said
 
 
 def train(rows: torch.Tensor) -> dict[str, Any]:
@@ -270,6 +270,38 @@ def test_a_pipe_that_nobody_reads_ends_nothing(tmp_path: Path) -> None:
             assert f"[{LINES}, {LINES}]" in said.read_text()
         finally:
             process.kill()
+
+
+@alone
+def test_started_by_torchrun_it_runs_as_that_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork has all of torchrun's environment but the name of its run."""
+
+    def rank() -> tuple[int, int]:
+        return ya.mesh(device="cpu").get_rank(), os.getpid()
+
+    def script() -> Any:
+        os.environ["TORCHELASTIC_RUN_ID"] = "none"
+        again = ya.launch(lambda: torch.ones(int(os.environ["RANK"])), ranks=2)
+        return os.getpid(), ya.launch(rank, ranks=2), [len(each) for each in again]
+
+    (first, one, other), (second, *same) = ya.launch(script, ranks=2)
+    assert [one, other] == same
+    assert one == [(0, first), (1, second)]
+    assert other == [0, 1]
+    with pytest.raises(ya.errors.RankFailed, match=r"rank [01] of 2 that torchrun has started: expected ranks=2"):
+        ya.launch(lambda: (os.environ.update(TORCHELASTIC_RUN_ID="none"), ya.launch(rank, ranks=3)), ranks=2)
+
+
+@pytest.mark.nightly
+def test_a_script_that_ends_with_launch_is_started_by_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import yafsdp_fn as ya\nprint('all:', ya.launch(lambda: ya.mesh(device='cpu').get_rank(), ranks=2))\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run(torchrun, env=environment, capture_output=True, text=True, timeout=100)
+    assert ran.stdout.splitlines() == ["all: [0, 1]"] * 2, ran.stderr
 
 
 @alone

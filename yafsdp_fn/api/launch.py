@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from functools import partial
 from multiprocessing import connection
 from typing import Any, NamedTuple, Never, TypeVar
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, Never, TypeVar
 import torch
 import torch.distributed as dist
 
+from yafsdp_fn.communication.store import rendezvous_store
 from yafsdp_fn.util import local_ranks
 from yafsdp_fn.util.torch_private import cuda_is_lost, forget_groups
 
@@ -84,9 +86,13 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others:
     thread (pools of threads do not outlive a fork), and what it prints appears here, line by line. Results come back as
     `torch.save` writes them, tensors to the CPU.
 
+    In a process that torchrun has started, which is a rank already, it calls the function there, and returns the same
+    list on every rank: a script that ends with `ya.launch(...)` can be started either way. `ranks` is then the number
+    that torchrun was given, over all machines.
+
     Raises RankFailed where a rank raised or was killed, with the traceback of the one that was first; the others are
-    ended two seconds later. RuntimeError where this process is a rank already, of torchrun say, whose script calls the
-    function itself, or where there is no fork (Windows); ValueError for numbers of ranks that cannot be. Ranks raise
+    ended two seconds later. RuntimeError where this process is a rank of another launcher, or torchrun has started
+    another number, or where there is no fork (Windows); ValueError for numbers of ranks that cannot be. Ranks raise
     where CUDA has been used here.
 
     >>> ya.launch(lambda: ya.mesh(device="cpu").size(), ranks=2)
@@ -103,12 +109,7 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others:
         raise ValueError(f"launch(ranks={ranks!r}): expected the number of ranks to start, 1 or more")
     call = partial(function, *args)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        rank = os.environ.get("RANK", "0")
-        raise RuntimeError(
-            f"ya.launch starts ranks, and this process is rank {rank} of {os.environ['WORLD_SIZE']} itself: call it "
-            "once, or the function alone, as in a script for torchrun. If no launcher has started it, RANK and "
-            "WORLD_SIZE are left over in the environment: unset them"
-        )
+        return _loaded(_as_rank(call, ranks))
     if "fork" not in multiprocessing.get_all_start_methods():
         raise RuntimeError("ya.launch forks this process, which this system cannot do: start a script by torchrun")
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -120,12 +121,36 @@ def launch(function: Callable[..., Result], /, *args: Any, ranks: int, **others:
         for each in started:
             each.close()
     answers = [each.answer for each in started]
-    results: list[Result] = []
-    for answer in answers:
-        if answer is None or answer.result is None:
-            raise _failure(answers)
-        results.append(torch.load(io.BytesIO(answer.result), map_location="cpu", weights_only=False))
-    return results
+    if any(answer is None or answer.result is None for answer in answers):
+        raise _failure(answers)
+    return _loaded([answer.result or b"" for answer in answers if answer is not None])
+
+
+def _as_rank(call: Call, ranks: int) -> list[bytes]:
+    """Returns the function's saved result of each rank that torchrun has started, this one among them."""
+    rank = int(os.environ.get("RANK", "0"))
+    world = int(os.environ["WORLD_SIZE"])
+    here = f"this process is rank {rank} of {world}"
+    # forks of `launch` have a store that outlives them, too, but no run of torchrun
+    if not dist.is_torchelastic_launched() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise RuntimeError(
+            f"ya.launch starts ranks, and {here} itself: call it once, or the function alone. If no launcher has "
+            "started it, RANK and WORLD_SIZE are left over in the environment: unset them"
+        )
+    if ranks != world:
+        raise RuntimeError(f"launch(ranks={ranks}): {here} that torchrun has started: expected ranks={world}")
+    buffer = io.BytesIO()
+    torch.save(call(), buffer)
+    store = rendezvous_store(timedelta(days=1))["store"]
+    number = store.add(f"launches of rank {rank}", 1)
+    keys = [f"launch {number}, rank {each}" for each in range(world)]
+    store.set(keys[rank], buffer.getvalue())
+    store.wait(keys, timedelta(days=1))  # torchrun ends this rank where another has failed
+    return [store.get(key) for key in keys]
+
+
+def _loaded(results: Sequence[bytes]) -> list[Any]:
+    return [torch.load(io.BytesIO(result), map_location="cpu", weights_only=False) for result in results]
 
 
 # ---- here: a rank's process, and what comes from it
