@@ -7,7 +7,6 @@ import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import optree
@@ -22,7 +21,7 @@ from models.parts import attention, decoding
 from models.parts.axes import Axes, cross_entropy
 from tests.axes.test_exact import FLOAT64, close
 from tests.harness.marks import by_name
-from tests.harness.pool import Pools, on_ranks
+from tests.harness.pool import on_ranks
 from yafsdp_fn.schedules import assign, one_f_one_b, zero3
 
 SIZE: dict[str, Any] = {"vocab": 24, "embed": 16, "ffn": 24, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 4}
@@ -248,32 +247,6 @@ def test_rounding_in_bf16(_: Any) -> None:
     )
     assert 1e-3 < error_of_one < 0.1, error_of_one
     assert 0.5 < error_of_two / error_of_one < 1.5, (error_of_one, error_of_two)
-
-
-STAGED = Case({"stage": 2, "tensor": 2}, TENSOR)
-
-
-def written(_: Any, folder: str) -> Any:
-    """Weights of a step on stages and tensor, as files for transformers, and whole."""
-    config = config_of(STAGED)
-    mesh = ya.mesh(device="cpu", **STAGED.mesh)
-    state = ya.init(llama.params(config, axes=TENSOR), optimizer(), mesh=mesh, stages=stages_of(STAGED))
-    state, _ = ya.train_step(llama.loss(config, axes=TENSOR), optimizer())(state, batch_of(0))
-    llama.hf.save(folder, config, state.params)
-    return ya.unshard(state)
-
-
-@pytest.mark.nightly
-def test_transformers_reads_what_stages_and_tensor_have_trained(pools: Pools, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="reads what is written")
-    want, *_ = pools[4].run(written, str(tmp_path))
-    found = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
-    batch = batch_of(0)
-    loss = ya.eval_step(llama.loss(config_of(STAGED)))(ya.PlainState.create(want, optimizer()), batch)["loss"]
-    logits = found(batch["tokens"]).logits
-    entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
-    assert float(entropy.detach()) == pytest.approx(float(loss), rel=1e-5)
-    assert torch.equal(found.model.embed_tokens.weight, want.embed["weight"])
 
 
 @on_ranks(2)

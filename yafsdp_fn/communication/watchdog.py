@@ -156,9 +156,9 @@ class Watchdog:
         self._since = min((since for _, since in pending), default=math.inf)
         if pending:
             place = f"{where.WAITING} {_labels(pending)}; {place}"
-            self._end_late(pending)
         self._looks += 1
         self._status = f"{self._looks} {place}"
+        self._end_late(pending)
 
     def _standing(self) -> tuple[str, list[Pending]]:
         """Returns the line of the user's Python, and what this rank waits for."""
