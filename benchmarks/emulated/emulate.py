@@ -5,7 +5,6 @@ with emulate("a100-80g", ranks=64):
     ...                                   # collectives take the modelled time
 """
 
-from collections import Counter
 from types import TracebackType
 from typing import Any
 
@@ -34,11 +33,6 @@ class Emulation:
 
     def __repr__(self) -> str:
         return f"<rank {self.rank} of {self.ranks} on {self.cluster.name}, emulated{'' if self._open else ', ended'}>"
-
-    @property
-    def issued(self) -> Counter[str]:
-        """Counts the collectives begun so far, by name, in all groups."""
-        return sum((group.issued for group in self._groups), Counter())
 
     def close(self) -> None:
         """Waits for all collectives begun, and destroys the process group."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -23,20 +22,6 @@ def stream() -> Iterator[HostStream]:
     yield made
     made.drain()
     made.close()
-
-
-def test_submit_returns_at_once_and_wait_waits(stream: HostStream) -> None:
-    gate, event, done = threading.Event(), HostEvent(), []
-
-    def work() -> None:
-        gate.wait(10)
-        done.append(1)
-
-    stream.submit(work, (), event, "job")
-    assert not done
-    threading.Timer(0.05, gate.set).start()
-    event.wait()
-    assert done
 
 
 def test_work_waits_for_its_events_and_holds_back_what_is_behind_it(stream: HostStream) -> None:

@@ -194,16 +194,6 @@ def test_what_is_renamed_is_on_the_disk(tmp_path: Path, old: int, new: int) -> N
     assert {file.name for file in tmp_path.iterdir()} >= {"config.json", "generation_config.json"}
 
 
-def test_settings_come_and_go_with_their_model(tmp_path: Path) -> None:
-    more = dataclasses.replace(OLD, generation={"generation_config": {"top_k": 5}})
-    for config in (OLD, more):
-        saved(tmp_path, config, 1, ONE)
-        assert found(tmp_path)[:2] == (config, config.generation)
-    assert (tmp_path / "generation_config.json").exists()
-    saved(tmp_path, OLD, 1, ONE)
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
-
-
 def test_the_same_model_makes_the_same_bytes(tmp_path: Path) -> None:
     for name in "ab":
         saved(tmp_path / name, OLD, 1, SEVERAL)

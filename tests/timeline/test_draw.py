@@ -200,12 +200,6 @@ def test_other_files(tmp_path: Path, suffix: str) -> None:
     assert path.read_bytes()[:4] == {"png": b"\x89PNG", "pdf": b"%PDF"}[suffix]
 
 
-def test_pictures_of_a_timeline_are_the_same_bytes(tmp_path: Path) -> None:
-    for name in ("a.svg", "b.svg"):
-        simulated(3).save(tmp_path / name)
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-
-
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"x\.jpeg: a picture is a file that ends in one of \.pdf, \.png, \.svg"):
         simulated(2).save(tmp_path / "x.jpeg")

@@ -160,19 +160,6 @@ def small_step(**options: Any) -> tuple[Any, Any]:
     return state, ya.train_step(small.loss, TX)
 
 
-def test_one_rank_has_its_computes() -> None:
-    state, step = small_step()
-    with record() as recording:
-        for _ in range(2):
-            state, _ = step(state, small.batch())
-    program = step.program(state)
-    for timeline in recording.timelines:
-        check(timeline, timeline.title)
-        assert timeline.streams == ("compute",)
-    ran = [(k, op) for k, op in enumerate(program.ops) if isinstance(op, Forward | Backward)]
-    assert [(span.number, span.op) for span in recording.timeline().spans][: len(ran)] == ran
-
-
 def test_reductions_of_one_rank_run_on_its_compute_stream() -> None:
     state, step = small_step(precision=ya.Precision(compute=torch.bfloat16, reduce=torch.bfloat16))
     state, _ = step(state, small.batch())
@@ -181,7 +168,9 @@ def test_reductions_of_one_rank_run_on_its_compute_stream() -> None:
     spans = recording.timeline().spans
     check(recording.timeline(), "measured, rank 0 of 1")
     assert {span.stream for span in spans} == {"compute"}
-    assert sum(isinstance(span.op, Reduce) for span in spans) == small.L + 2
+    ran = [(k, op) for k, op in enumerate(step.program(state).ops) if not isinstance(op, Gather)]
+    assert [(span.number, span.op) for span in spans[: len(ran)]] == ran
+    assert sum(isinstance(op, Reduce) for _, op in ran) == small.L + 2
     assert Timeline.from_json(recording.timeline().to_json()) == recording.timeline()
 
 
@@ -194,15 +183,6 @@ def test_a_step_that_raises_is_not_recorded() -> None:
             broken(state, small.batch())
     assert len(recording.timelines) == 1
     check(recording.timeline(), "measured, rank 0 of 1")
-
-
-def test_nothing_is_kept_after_the_block() -> None:
-    state, step = small_step()
-    with record() as recording:
-        state, _ = step(state, small.batch())
-    spans = recording.timeline().spans
-    step(state, small.batch())
-    assert recording.timeline().spans == spans
 
 
 def test_recordings_nest() -> None:

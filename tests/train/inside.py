@@ -116,17 +116,22 @@ def tiny() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.dict(models.CONFIGS, MODELS)
 
 
-def spoken(mesh: Any, folder: Path, *more: str) -> str:
-    """What `python -m train sample` of a run prints on this rank."""
+def said(mesh: Any, *argv: str) -> str:
+    """What `python -m train sample` prints on this rank."""
     out = io.StringIO()
     with (
         contextlib.redirect_stdout(out),
         tiny(),
         mock.patch.dict(os.environ, COLUMNS="200"),
     ):
-        config = sample.parsed(["--run", str(folder), "--device", "cpu", *more])
+        config = sample.parsed(["--device", "cpu", *argv])
         sample.show(config, load(config.source))
     return out.getvalue()
+
+
+def spoken(mesh: Any, folder: Path, *more: str) -> str:
+    """The same of a run."""
+    return said(mesh, "--run", str(folder), *more)
 
 
 def nothing(times: int, reader: Reader) -> None:

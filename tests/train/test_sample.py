@@ -17,7 +17,7 @@ import yafsdp_fn as ya
 from models import llama
 from tests.harness.pool import Pools
 from tests.models.theirs import their_model
-from train import sample
+from tests.train.inside import said
 from train.config import ConfigError, Lora
 from train.data.tokenizer import Bytes
 from train.sample import Config
@@ -117,11 +117,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spoken(mesh: Any, *flags: str) -> list[dict[str, Any]]:
     """What `sample --json` prints on this rank."""
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        config = sample.parsed(["--json", "--device", "cpu", *flags])
-        sample.show(config, loaded.load(config.source))
-    return [json.loads(line) for line in out.getvalue().splitlines()]
+    return [json.loads(line) for line in said(mesh, "--json", *flags).splitlines()]
 
 
 def warned(mesh: Any, *flags: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,32 +48,24 @@ def steps(model: nn.Module, device: str = "cpu") -> list[float]:
     return losses
 
 
-def tied(loss_of: Callable[[list[Tensor]], Tensor], whole: list[Tensor], ranks: int) -> list[float]:
-    """Losses of weights that are `ranks` times the first slice of `whole`, which learns by its share of the gradient.
+def tied_module(ranks: int) -> list[float]:
+    """Losses of weights that are `ranks` times their first slice, which learns by its share of the gradient.
 
     It is what contents say: an all-gather repeats, and a reduce-scatter averages over the slices.
     """
-    own = [w.detach().flatten()[: w.numel() // ranks].clone().requires_grad_() for w in whole]
+    model = module()
+    whole = dict(model.named_parameters())
+    own = [w.detach().flatten()[: w.numel() // ranks].clone().requires_grad_() for w in whole.values()]
     losses = []
     for _ in range(STEPS):
-        loss = loss_of([w.repeat(ranks).view_as(like) for w, like in zip(own, whole, strict=True)])
+        weights = {name: w.repeat(ranks).view_as(whole[name]) for name, w in zip(whole, own, strict=True)}
+        loss = (torch.func.functional_call(model, weights, (x(),)) - 0.5).square().mean()
         grads = torch.autograd.grad(loss, own)
         with torch.no_grad():
             for w, grad in zip(own, grads, strict=True):
                 w -= RATE * grad / ranks
         losses.append(loss.item())
     return losses
-
-
-def tied_module(ranks: int) -> list[float]:
-    model = module()
-    names = [name for name, _ in model.named_parameters()]
-
-    def loss(weights: list[Tensor]) -> Tensor:
-        out = torch.func.functional_call(model, dict(zip(names, weights, strict=True)), (x(),))
-        return (out - 0.5).square().mean()
-
-    return tied(loss, list(model.parameters()), ranks)
 
 
 @pytest.mark.parametrize("sizes", [(64,), (8, 8)])

@@ -20,7 +20,7 @@ from models import llama
 from tests.harness.abstract import step_of
 from yafsdp_fn.lab import peers
 from yafsdp_fn.lab.peers import Copy
-from yafsdp_fn.planner import Plan, min_ckpt_layers, search, simulate, trace
+from yafsdp_fn.planner import Plan, min_ckpt_layers, simulate, trace
 from yafsdp_fn.planner.cluster import A100
 from yafsdp_fn.schedules import AllReduce, Backward, Forward, Gather, Program, Reduce, Schedule, Trace, verify
 
@@ -195,18 +195,6 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str], monkey
     assert len(lines) == 4
     assert lines[2].startswith("llama2-7b, 64 GPUs, 2048, 0 recomputed")
     assert "0.81" in lines[2]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("row", TABLE[::3], ids=str)
-def test_search_beats_the_default_wherever_communication_bounds(row: Row) -> None:
-    trace = traced(row)
-    zero3 = ya.schedules.zero3(remat=f"first:{row.ckpt_layers}")
-    if Plan.of(zero3(trace), A100).bound == "compute":
-        pytest.skip("bound by compute")
-    found = search(trace, A100)
-    verify(found.program)
-    assert found.best.step_s < 0.99 * simulate(zero3(trace), A100).seconds
 
 
 # ---- runs of other frameworks

@@ -82,6 +82,8 @@ def test_a_restart_resumes_by_itself_and_begins_anew_without_a_checkpoint(pools:
     assert steps(tmp_path) == [1, 2, 3]
     assert pools[2].run(under, first | {"TORCHELASTIC_RESTART_COUNT": "1"}, argv, killed, 6)[0].error == "Killed: "
     assert [line["step"] for line in lines(tmp_path)] == [0, 1, 2, 3, 3, 4, 5]
+    with (tmp_path / "runs" / "a" / "metrics.jsonl").open("a") as stream:
+        stream.write('{"step": 6, "lo')  # killed in the middle of a line
     # ranks that joined or left are no restart to torchrun, whose run id is the same
     (ended, *_) = fine(pools[2].run(under, first, argv))
     assert len(ended.read) == STEPS - 4
