@@ -135,6 +135,12 @@ def dropout_within(params: Params, batch: Batch) -> ya.Mean:
     return ya.Mean(mean.total * (1 + sampled.total.sigmoid()), mean.weight)
 
 
+def evaluated_first(params: Params, batch: Batch) -> ya.Mean:
+    with torch.no_grad():
+        dropout_loss(params, batch)
+    return dropout_loss(params, batch)
+
+
 @WORLDS
 def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
     """Visits with and without grad are numbered apart, so that an evaluation shifts no random numbers."""
@@ -144,7 +150,10 @@ def test_random_numbers_of_an_evaluation_inside(mesh: Any) -> None:
     params = whole(plain(base_params(3)))
     for parts in (1, 3):
         function = ya.value_and_grad(dropout_within, microbatches=parts, schedule=SCHEDULES["zero3-remat-all"])
-        expected = looped(dropout_within, params, [batch_of(r) for r in range(ranks)], parts=parts)
+        batches = [batch_of(r) for r in range(ranks)]
+        found = looped(evaluated_first, params, batches, parts=parts)
+        compare(found, looped(dropout_loss, params, batches, parts=parts), 0.0, "with an evaluation, and without")
+        expected = looped(dropout_within, params, batches, parts=parts)
         for _ in range(2):
             compare(function(state.params, batch_of(rank)), expected, 1e-5, f"{parts} microbatches")
 

@@ -23,12 +23,10 @@ from tests.harness.problems import (
     V,
     base_loss,
     base_params,
-    dropout_block,
     dropout_loss,
     masked_loss,
     tied_loss,
     tied_params,
-    with_ends,
 )
 
 # ---- the oracle
@@ -56,11 +54,6 @@ def test_the_oracles_agree_with_a_loop_by_hand(abstract: Params, loss: Any) -> N
 # ---- dropout
 
 
-@with_ends
-def unrolled_dropout_loss(params: Params, x: Tensor) -> Any:
-    return ya.scan(dropout_block, x, params.layers, unroll=2)[0]
-
-
 @pytest.mark.sampled
 @on_ranks(1, 2, 3)
 @pytest.mark.parametrize("schedule", ["zero3", "zero3-remat-all", "zero2-remat-all"])
@@ -80,20 +73,6 @@ def test_dropout_replays(mesh: Any, schedule: str) -> None:
             assert relative(metrics["grad_norm"].float(), ya.global_norm(grads)) <= 1e-5, (schedule, parts, number)
             oracle = oracle.apply_gradients(grads, TX)
         compare(state, oracle.params, 1e-5, f"{schedule}, {parts} microbatches: parameters")
-
-
-@on_ranks(1)
-def test_dropout_has_equal_bits_on_one_rank(mesh: Any) -> None:
-    """A plain tree draws the same numbers without any help, visit by visit."""
-    for loss in (dropout_loss, unrolled_dropout_loss):
-        for schedule in ("zero3", "zero3-remat-all"):
-            sharded = ya.value_and_grad(loss, schedule=SCHEDULES[schedule], microbatches=3)
-            expected = ya.value_and_grad(loss, microbatches=3)(plain(base_params(5)), batch_of(0))
-            state = ya.init(base_params(5), TX, mesh=mesh)
-            for _ in range(2):
-                with by_autograd():
-                    value, grads = sharded(state.params, batch_of(0))
-                compare((value, grads), expected, 0.0, f"{loss.__name__}, {schedule}")
 
 
 # ---- low precision
