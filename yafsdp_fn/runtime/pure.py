@@ -61,7 +61,6 @@ class Rematerialised(torch.autograd.Function):
         ctx.save_for_backward(*args)
         ctx.save_for_forward(*args)
         ctx.set_materialize_grads(False)  # an argument that nobody differentiates has no tangent: a shard, say
-        ctx.mark_non_differentiable(*[out for out in output if not is_smooth(out)])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
