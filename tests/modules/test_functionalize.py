@@ -489,6 +489,11 @@ REFUSED: list[tuple[str, Callable[[Model], Any], str]] = [
         lambda m: setattr(m.layers[2], "norm", nn.BatchNorm1d(8, track_running_stats=False).eval()),
         "layers.2.norm normalises by the rows of one rank and microbatch",
     ),
+    (
+        "counts of a batch",
+        lambda m: setattr(m, "tail", nn.Embedding(8, 2, scale_grad_by_freq=True)),
+        "tail divides gradients by the counts of one rank and microbatch",
+    ),
     ("lazy", lambda m: setattr(m, "tail", nn.LazyLinear(2)), "tail.weight is a Uninit.* after its first call"),
     (
         "wrapped",

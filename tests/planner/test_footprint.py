@@ -590,6 +590,8 @@ def test_a_trace_without_costs_is_refused() -> None:
     state, _ = step(state, batch())
     with pytest.raises(ValueError, match="the trace has no costs: it was learnt from a real step"):
         predict_memory(step.program(state))
+    with pytest.raises(TypeError, match=r"predict_memory: expected a Program, got Trace: schedule\(trace\) makes one"):
+        predict_memory(step.trace(state, batch()))  # type: ignore[arg-type]
 
 
 def test_names_of_dtypes_mean_what_torch_means() -> None:

@@ -158,6 +158,7 @@ def test_nothing_fits() -> None:
     [
         ({"memory": "40GiB"}, "memory_bytes='40GiB', expected a positive number"),
         ({"memory": 62}, r"memory=62: expected bytes, 62 \* 2\*\*30 for 62 GiB"),
+        ({"ranks": 0}, r"search\(ranks=0\): expected a number of ranks, 1 or more"),
         ({"stages": 2}, r"search\(stages=2\): expected numbers of pipeline stages, such as \(1, 2\)"),
         ({"stages": (0,)}, r"search\(stages=\(0,\)\): expected numbers"),
         ({"stages": (3,)}, "cannot be shared out to 16 ranks; .* Ranks divide into stages"),

@@ -384,6 +384,7 @@ def test_bad_arguments_are_named() -> None:
         (ValueError, r"outermost first, .*'replicate', 2", {"mesh": (("shard", 4), ("replicate", 2))}),
         (TypeError, both, {"mesh": 4}),
         (TypeError, both, {"mesh": (("shard", 4),), "ranks": 4}),
+        (TypeError, "precision=torch.bfloat16: expected dtypes, such as", {"precision": torch.bfloat16}),
         (ValueError, "microbatches=0: expected an integer >= 1", {"microbatches": 0}),
         (ValueError, "argument 1 has 4 rows, not a multiple of 3 microbatches", {"microbatches": 3}),
         (TypeError, r"has_aux=True: the function must return \(loss, aux\), got Mean", {"has_aux": True}),

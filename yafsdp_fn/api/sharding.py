@@ -23,7 +23,7 @@ from yafsdp_fn.communication.communicators import Communicators, communicators
 from yafsdp_fn.optim.in_format import block_of, decoded, encoded
 from yafsdp_fn.params.layout import Group, TreeLayout
 from yafsdp_fn.params.one_state import must_be_one
-from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision, must_be_precision
 from yafsdp_fn.params.sharded import (
     Sharded,
     handles,
@@ -299,8 +299,7 @@ def _made(
 ) -> ShardedState:
     """Allocates memory for `layout` on `mesh` and fills it from `sources`; returns a state over it, with its optimizer
     before the first step. together: as for `fill_group`; compare: is called once shapes are known to agree"""
-    if not isinstance(precision, Precision):
-        raise TypeError(f"precision={precision!r}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")
+    must_be_precision(precision)
     if not hasattr(seed, "__index__") or int(seed).bit_length() > 63:
         raise TypeError(f"seed={seed!r}: expected an integer, the same on every rank, of at most 64 bits")
     seed = int(seed)  # checkpoints cannot hold NumPy's

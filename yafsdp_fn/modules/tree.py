@@ -442,6 +442,8 @@ def _refuse(module: nn.Module, values: ModuleValues) -> None:
             no(name, "keeps running statistics, which differ between ranks; use .eval(), or another norm")
         if isinstance(part, _BatchNorm) and part.running_mean is None:
             no(name, "normalises by the rows of one rank and microbatch (track_running_stats=False); use another norm")
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.scale_grad_by_freq:
+            no(name, "divides gradients by the counts of one rank and microbatch; leave scale_grad_by_freq out")
     # the skeleton has copies of these tensors, which no update of the weight reaches
     trained = {memory_key(param): name for name, param in reversed([*_all(module)]) if param.requires_grad}
     for name, value in tensors_beside(module).items():

@@ -94,3 +94,9 @@ class Precision:
 
 
 DEFAULT_PRECISION = Precision()
+
+
+def must_be_precision(precision: Any) -> None:
+    """Raises TypeError for a dtype alone, or its name."""
+    if not isinstance(precision, Precision):
+        raise TypeError(f"precision={precision!r}: expected dtypes, such as ya.Precision(compute=torch.bfloat16)")

@@ -10,7 +10,7 @@ from yafsdp_fn.communication.ranks import CHUNK, Ranks, absent_ranks, receive_nu
 from yafsdp_fn.planner.activations import BY_SIZE, ITEMSIZES, cast_bytes, peak_of, shard_numel, state_on_host
 from yafsdp_fn.planner.costs import NO_COSTS
 from yafsdp_fn.program.ops import AllReduce, Reduce
-from yafsdp_fn.program.program import Program
+from yafsdp_fn.program.program import Program, must_be_program
 from yafsdp_fn.program.text import describe
 from yafsdp_fn.program.trace import Trace
 from yafsdp_fn.util.mesh_axes import SHARD
@@ -143,6 +143,7 @@ def predict_memory(program: Program, *, device: str = "cuda") -> Memory:
     >>> ya.planner.predict_memory(program).peak_bytes
     49152
     """
+    must_be_program(program, "predict_memory")
     if program.by_stage != (program,):
         return max((predict_memory(part, device=device) for part in program.by_stage), key=lambda each: each.peak_bytes)
     trace = program.trace

@@ -189,7 +189,9 @@ def search(
     budget = where.budget(memory)
     traces = [trace] if isinstance(trace, Trace) else [*trace]
     total = traces[0].microbatches * traces[0].batch_ranks
-    world = ranks or traces[0].stage_ranks
+    world = traces[0].stage_ranks if ranks is None else ranks
+    if type(world) is not int or world < 1:
+        raise ValueError(f"search(ranks={ranks!r}): expected a number of ranks, 1 or more")
     if len({(each.stage_ranks, len(each.visits)) for each in traces}) > 1:
         raise ValueError("search: expected traces of one step, over other axes inside blocks each, on as many ranks")
     sweeps = [

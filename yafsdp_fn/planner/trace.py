@@ -15,7 +15,7 @@ import optree
 from yafsdp_fn.api.step_function import StepFunction, default_schedule
 from yafsdp_fn.optim.in_format import block_of
 from yafsdp_fn.params.layout import TreeLayout
-from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision
+from yafsdp_fn.params.precision import DEFAULT_PRECISION, Precision, must_be_precision
 from yafsdp_fn.params.sharded import handles
 from yafsdp_fn.params.tree import Tree
 from yafsdp_fn.params.tree_layout import tree_layout
@@ -63,6 +63,7 @@ def trace(
     """
     if device not in ("cuda", "cpu"):
         raise ValueError(f"trace: device={device!r}, expected 'cuda' or 'cpu'")
+    must_be_precision(precision)
     step = StepFunction(loss_fn, has_aux, default_schedule, microbatches, tx=tx)
     axes = _axes(ranks, mesh)
     layout = _layout(params, tx)
