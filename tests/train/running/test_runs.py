@@ -11,7 +11,6 @@ import resource
 import shutil
 import signal
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -47,22 +46,6 @@ def saved(folder: Path) -> list[str]:
 
 
 # ---- ranks that come and go
-
-
-@pytest.mark.nightly
-def test_every_example_is_read_once_by_four_ranks_then_two_then_three(runs: Runs, tmp_path: Path) -> None:
-    """Killed after their checkpoints: what was read after those is read again."""
-    windows = 4 * (2 * 4) + 4 * (2 * 2) + 2 * (2 * 3)
-    text(tmp_path, windows)
-    four = runs(4, "--steps", "30", given=(killed, 7))  # in its 7th step; the checkpoint is of 4
-    two = runs(2, "--steps", "30", "--resume", given=(killed, 6))  # steps 5 to 9; of 8
-    three = runs.fine(3, "--steps", "10", "--resume")
-    assert {one.error for one in four + two} == {"Killed: "}
-    trained = ((four, 4), (two, 4), (three, 2))
-    read = Counter(row for ranks, count in trained for one in ranks for batch in one.read[:count] for row in batch)
-    assert len(read) == windows
-    assert set(read.values()) == {1}
-    assert steps(tmp_path) == list(range(1, 11))
 
 
 def under(mesh: Any, environment: dict[str, str], *rest: Any) -> Run:
