@@ -95,6 +95,12 @@ def test_arguments_that_do_not_fit_one_rank() -> None:
         ya.mesh(local=2, device="cpu")
 
 
+@pytest.mark.parametrize("timeout", [5, timedelta(0)])
+def test_a_timeout_is_some_time(timeout: Any) -> None:
+    with pytest.raises(ValueError, match="expected a datetime.timedelta, such as"):
+        ya.mesh(device="cpu", timeout=timeout)
+
+
 def test_a_timeout_comes_too_late_for_an_existing_group() -> None:
     one_rank()
     with pytest.raises(ValueError, match="the process group exists already"):

@@ -71,6 +71,8 @@ def mesh(
         raise RuntimeError(f'mesh(device="cuda"): torch sees no CUDA device{build}; device="cpu" runs on the CPU')
     if kind == "cuda":
         order_launches()
+    if timeout is not None and not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
+        raise ValueError(f"mesh(timeout={timeout!r}): expected a datetime.timedelta, such as timedelta(minutes=30)")
     limit = timeout or timedelta(minutes=10)
     if not dist.is_initialized():
         _start(kind, limit)
