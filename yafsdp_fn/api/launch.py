@@ -157,28 +157,27 @@ def _loaded(results: Sequence[bytes]) -> list[Any]:
 
 
 class _Printed:
-    """A pipe for what a rank prints into one of its files, and where to it is passed on.
-
-    lost: the error of that place, which gets nothing more then; passed: set when the end has come
-    """
+    """A pipe for what a rank prints into one of its files, and where to it is passed on. passed: set when the end has
+    come"""
 
     def __init__(self, sink: Any) -> None:
         read, write = os.pipe()
         self.read = open(read, encoding="utf-8", errors="replace")  # noqa: SIM115
         self.write, self._sink = open(write, "wb", buffering=0), sink  # noqa: SIM115
-        self.lost: Exception | None = None
         self.passed = threading.Event()
 
     def pass_on(self) -> None:
-        """Passes on lines. Where the sink raises, it reads on: the rank would wait for ever, its pipe being full."""
+        """Passes on lines. Where the sink raises, which nobody reads then, it gets nothing more, and this reads on: the
+        rank would wait for ever, its pipe being full."""
+        heard = True
         with self.read:
             for line in self.read:
                 text, end, _ = line.partition(END)
                 try:
-                    if text and self.lost is None:
+                    if text and heard:
                         print(text, end="", file=self._sink, flush=True)
-                except Exception as error:
-                    self.lost = error
+                except Exception:
+                    heard = False
                 if end:
                     self.passed.set()
 
@@ -318,17 +317,11 @@ def _run_to_the_end(call: Call, environments: Sequence[dict[str, str]], started:
 
 
 def _finish(prints: Sequence[_Printed]) -> None:
-    """Waits until all that ended ranks have printed is passed on. Warns where it was not."""
+    """Waits until all that ended ranks have printed is passed on."""
     for printed in prints:
         printed.write.write(f"{END}\n".encode())
     for printed in prints:
         printed.passed.wait()
-    lost = [printed.lost for printed in prints if printed.lost is not None]
-    if lost:
-        error = f"{type(lost[0]).__name__}: {lost[0]}"
-        warnings.warn(
-            f"ya.launch: what ranks printed is lost in part, since printing it here raised {error}", stacklevel=3
-        )
 
 
 def _failure(answers: Sequence[Answer | None]) -> RankFailed:
