@@ -97,7 +97,7 @@ def test_arguments_that_do_not_fit_one_rank() -> None:
 
 @pytest.mark.parametrize("timeout", [5, timedelta(0)])
 def test_a_timeout_is_some_time(timeout: Any) -> None:
-    with pytest.raises(ValueError, match="expected a datetime.timedelta, such as"):
+    with pytest.raises(ValueError, match=r"expected a datetime\.timedelta, such as"):
         ya.mesh(device="cpu", timeout=timeout)
 
 
