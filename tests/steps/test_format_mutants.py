@@ -385,11 +385,15 @@ def damaged_executions(mesh: Any, numbers: range) -> list[Outcome]:
                 state = after(mesh, step, case.state(), range(STEPS - 1))
             exact = is_exact(mesh, case, after(mesh, step, state, range(STEPS - 1, STEPS)))
         except RuntimeError as error:
-            assert case.schedule == RECOMPUTED
-            assert "the block returned other values than in its forward" in str(error)
+            expect_told_by_recomputation(error, case.schedule)
             exact = False
         found.append((fault.struck and f"{fault.struck}: {number}, {case}", exact))
     return found
+
+
+def expect_told_by_recomputation(error: RuntimeError, schedule: str) -> None:
+    assert schedule == RECOMPUTED
+    assert "the block returned other values than in its forward" in str(error)
 
 
 def damaged_dtypes(mesh: Any, numbers: range) -> list[Outcome]:
@@ -397,12 +401,21 @@ def damaged_dtypes(mesh: Any, numbers: range) -> list[Outcome]:
     found = []
     for number in numbers:
         rng = Random(f"dtypes {number}")
-        case = rng.choice(("plain", "marked", "tied")), rng.choice((1, 3)), rng.choice(own_dtypes.NAMES)
+        kind = rng.choice(("plain", "marked", "tied"))
+        parts = rng.choice((1, 3))
+        schedule = rng.choice(own_dtypes.NAMES)
+        copy = number % 2 == 0
+        if schedule == RECOMPUTED and mesh.size() > 1:  # as above
+            schedule = "zero2"
+        case = f"{kind}, {parts}, {schedule}"
         exact = True
         with planted(mesh, rng, OF_VECTORS) as fault:
             try:
-                own_dtypes.exact(mesh, "shard", *case, number % 2 == 0)  # with working copies, and without
+                own_dtypes.exact(mesh, "shard", kind, parts, schedule, copy)
             except AssertionError:
+                exact = False
+            except RuntimeError as error:
+                expect_told_by_recomputation(error, schedule)
                 exact = False
         found.append((fault.struck and f"{fault.struck}: {number}, {case}", exact))
     return found
