@@ -167,8 +167,8 @@ class _Printed:
         self.passed = threading.Event()
 
     def pass_on(self) -> None:
-        """Passes on lines. If the sink raises, nobody reads there any more, and it gets no further line; the pipe is read
-        all the same, since the rank would wait for ever once it is full."""
+        """Passes on lines. If the sink raises, nobody reads there any more, and it gets no further line; the pipe is
+        read all the same, since the rank would wait for ever once it is full."""
         heard = True
         with self.read:
             for line in self.read:
